@@ -157,21 +157,24 @@ def test_slices_cross_between_processes(tmp_path: Path, where: str) -> None:
     rng = random.Random(7)
     images = [encoded(random_image(rng)) for _ in range(3)]
     frames = [encoded(random_image(rng).resize((80, 60))) for _ in range(3)]
-    common: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "images": images, "videos": [frames]}
+    common: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "logprobs": 1}
+    common |= {"images": images, "videos": [frames]}
     with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1, graphs="off") as client:
         expected = client.generate("what?", **common)
         assert client.tokenize("what?", videos=[frames]).media[0].slices != (0, 0)
     with ExitStack() as stack:
         if where == "process":
-            elsewhere: dict[str, Any] = {"engine_process": True, "encoder_process": True, "image_workers": 1}
+            apart: dict[str, Any] = {"engine_process": True, "encoder_process": True}
+            elsewhere = apart | {"image_workers": 1, "graphs": "off"}
         else:
             encoder = stack.enter_context(RunningEncoder(str(tmp_path), graphs="off"))
             elsewhere = {"role": "decoder", "encoders": (encoder.address,)}
-        limits: dict[str, Any] = {"max_len": 2048, "max_seqs": 2, "graphs": "off"}
-        server = stack.enter_context(RunningServer(str(tmp_path), **limits, **elsewhere))
+        server = stack.enter_context(RunningServer(str(tmp_path), max_len=2048, max_seqs=2, **elsewhere))
         remote = stack.enter_context(saccade.Client(server.address))
         answer = remote.generate("what?", **common)
     assert answer.token_ids == expected.token_ids
+    for found, wanted in zip(answer.logprobs or (), expected.logprobs or (), strict=True):
+        assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
     for name in ("image_tokens", "video_tokens"):
         assert getattr(answer.usage, name) == getattr(expected.usage, name) > 0
 
