@@ -214,10 +214,7 @@ class MtpDrafter:
             self._kept_from(0)
 
     def ready(self, sequence: Sequence) -> bool:
-        """Whether drafts can be made for the sequence: it has a page without missing entries, and its last token is not
-        an image row."""
-        if sequence.next_span < len(sequence.request.spans):  # the prompt ends with an image
-            return False
+        """Whether drafts can be made for the sequence: it has a page without missing entries."""
         return self.pages.complete or self.pages.first_of(sequence) * self.page < len(sequence.tokens) - 1
 
     def moved(self, step: Step) -> None:
