@@ -4,13 +4,14 @@
 // bits say which one a number has. Two inputs of a panel take three lines of 64 bytes instead of four. Line v < 3 has
 // the numbers of outputs [16 v, 16 v + 16), as [16][2] words of 16 bits:
 //
-//     bit 15: sign    bits 14 to 11: a part of output 48 + ...    bits 10 to 7: exponent - base    bits 6 to 0:
-//     fraction
+//     bit 15         sign
+//     bits 14 to 11  four bits of a number of outputs [48, 64)
+//     bits 10 to 7   exponent - base
+//     bits 6 to 0    fraction
 //
-// The parts of a number of the last 16 outputs are: of line 0 its exponent - base, of line 1 bits 3 to 0 of its
-// fraction, of line 2 its sign and bits 6 to 4 of its fraction. Numbers with other exponents, such as zero, are
-// exceptions: the panel's list has their places, and they are replaced after unpacking. So products have the bits of
-// those with plain weights.
+// The four bits are: in line 0 the other number's exponent - base, in line 1 bits 3 to 0 of its fraction, in line 2 its
+// sign and bits 6 to 4 of its fraction. Numbers with other exponents, such as zero, are exceptions: the panel's list
+// has their places, and they are replaced after unpacking. So products have the bits of those with plain weights.
 //
 // In a table whose rows are only read (COMPACT_ROWS) each row is a panel, which has its numbers in their order.
 

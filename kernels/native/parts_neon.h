@@ -100,9 +100,10 @@ inline WordPart dot_in_halves(WordPart sum, WordPart unsigned_bytes, WordPart si
 #endif
 #endif
 
-// -- bfloat16: without FPCR.EBF, which Linux leaves unset, a sum of a pair and its addition round to odd, and subnormal
-// numbers
-// -- are zeros
+// -- bfloat16 ---------------------------------------------------------------------------------------------------------
+//
+// Without FPCR.EBF, which Linux leaves unset, the sum of a pair and its addition round to odd, and subnormal numbers
+// are zeros.
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define BF16_PAIRS 1

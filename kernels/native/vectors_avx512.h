@@ -1,4 +1,5 @@
-// Vectors of AVX-512 (F, BW, VL, DQ; BF16, VNNI and VBMI where there are): the vocabulary of vectors.h.
+// Vectors of AVX-512 (F, BW, VL, DQ; BF16, VNNI and VBMI where the set has them): the functions that vectors.h
+// describes.
 
 #pragma once
 

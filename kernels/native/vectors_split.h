@@ -1,5 +1,5 @@
-// Vectors of instruction sets whose registers are shorter than 64 bytes: the vocabulary of vectors.h on halves of
-// halves.
+// Vectors of instruction sets whose registers have 32 or 16 bytes: the functions that vectors.h describes, on halves or
+// quarters of a vector.
 //
 // A part is one register, defined by parts_avx2.h or parts_neon.h with the operations that have instructions of their
 // own; the others are GCC's vector operations. All sums across lanes add in the same order as with AVX-512.
