@@ -64,7 +64,6 @@ Ahead ahead_of(int64_t tile, int64_t pieces, const char* next, int64_t bytes, in
 }
 
 // f(0), f(1) ... f(N - 1), each with a constant: what it indexes can stay in registers.
-#define ALWAYS __attribute__((always_inline))
 template <int... I, class F>
 inline ALWAYS void unrolled(std::integer_sequence<int, I...>, const F& f) {
     (f(I), ...);
@@ -94,7 +93,7 @@ struct Inputs {  // [begin, end) of a product's, begin a multiple of 2
 // would have GCC keep them in memory throughout: in the products' loops each sum would be stored after each pair of
 // inputs.
 template <int R, int V>
-inline __attribute__((always_inline)) void set_zero(Floats (&sum)[R][V]) {
+inline ALWAYS void set_zero(Floats (&sum)[R][V]) {
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -102,7 +101,7 @@ inline __attribute__((always_inline)) void set_zero(Floats (&sum)[R][V]) {
 }
 
 template <int R, int V>
-inline __attribute__((always_inline)) void load_sums(bool from_zero, const float* sums, Floats (&sum)[R][V]) {
+inline ALWAYS void load_sums(bool from_zero, const float* sums, Floats (&sum)[R][V]) {
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -110,7 +109,7 @@ inline __attribute__((always_inline)) void load_sums(bool from_zero, const float
 }
 
 template <int R, int V>
-inline __attribute__((always_inline)) void store_sums(const Floats (&sum)[R][V], float* sums) {
+inline ALWAYS void store_sums(const Floats (&sum)[R][V], float* sums) {
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -146,7 +145,7 @@ bool is_unpacked(const Weight& w, int64_t panel) {
 // R rows times 16 * W columns of a panel, [count][PANEL] float32, added to `sum`. `others`: vectors beside these
 // follow.
 template <int R, int W>
-inline __attribute__((always_inline)) void add_inputs(
+inline ALWAYS void add_inputs(
     const float* a, int64_t lda, int64_t count, const float* b, bool others, Ahead& ahead, Floats (&sum)[R][W]
 ) {
     for (int64_t i = 0; i < count;) {
@@ -170,7 +169,7 @@ inline __attribute__((always_inline)) void add_inputs(
 #if PAIR_PRODUCTS
 // The same for pairs of bfloat16, [count / 2][PANEL][2].
 template <int R, int W>
-inline __attribute__((always_inline)) void add_inputs(
+inline ALWAYS void add_inputs(
     const uint16_t* a, int64_t lda, int64_t count, const uint16_t* b, bool others, Ahead& ahead, Floats (&sum)[R][W]
 ) {
     const uint16_t* const a_end = a + count;
@@ -225,9 +224,7 @@ void tile_bf16(
 // Without instructions for bfloat16, numbers are widened to float32. A row's numbers are widened once for some inputs.
 // A panel's are widened in registers by the first tile of rows, which stores them if others follow.
 template <int R, int W>
-inline __attribute__((always_inline)) void add_column(
-    const float* rows, int64_t input, const Floats (&column)[W], Floats (&sum)[R][W]
-) {
+inline ALWAYS void add_column(const float* rows, int64_t input, const Floats (&column)[W], Floats (&sum)[R][W]) {
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
         const Floats x = in_register(splat(rows[r * WIDENED + input]));
@@ -237,7 +234,7 @@ inline __attribute__((always_inline)) void add_column(
 }
 
 template <int W>
-inline __attribute__((always_inline)) void keep_column(const Floats (&column)[W], float* keep) {
+inline ALWAYS void keep_column(const Floats (&column)[W], float* keep) {
 #pragma GCC unroll 4
     for (int v = 0; v < W; v++) store_floats(keep + v * 16, column[v]);
 }

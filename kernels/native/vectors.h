@@ -51,6 +51,8 @@
 
 #include <cstdint>
 
+#define ALWAYS __attribute__((always_inline))
+
 #if defined(__AVX512F__)
 #include "vectors_avx512.h"
 #else

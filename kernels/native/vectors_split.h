@@ -34,77 +34,78 @@ struct LanesOf<Two<V>> {
 using Mask = uint16_t;
 constexpr Mask ALL = 0xffff;
 
-#define FORWARD inline __attribute__((always_inline))
 #define OF_ONE(name)                        \
     template <class V>                      \
-    FORWARD Two<V> name(Two<V> a) {         \
+    inline ALWAYS Two<V> name(Two<V> a) {   \
         return {name(a.low), name(a.high)}; \
     }
 #define OF_TWO(name)                                       \
     template <class V>                                     \
-    FORWARD Two<V> name(Two<V> a, Two<V> b) {              \
+    inline ALWAYS Two<V> name(Two<V> a, Two<V> b) {        \
         return {name(a.low, b.low), name(a.high, b.high)}; \
     }
 #define OF_THREE(name)                                                    \
     template <class V>                                                    \
-    FORWARD Two<V> name(Two<V> a, Two<V> b, Two<V> c) {                   \
+    inline ALWAYS Two<V> name(Two<V> a, Two<V> b, Two<V> c) {             \
         return {name(a.low, b.low, c.low), name(a.high, b.high, c.high)}; \
     }
-#define OPERATOR(symbol)                                   \
-    template <class V>                                     \
-    FORWARD Two<V> operator symbol(Two<V> a, Two<V> b) {   \
-        return {a.low symbol b.low, a.high symbol b.high}; \
+#define OPERATOR(symbol)                                       \
+    template <class V>                                         \
+    inline ALWAYS Two<V> operator symbol(Two<V> a, Two<V> b) { \
+        return {a.low symbol b.low, a.high symbol b.high};     \
     }
 
 // -- operations on a part that are the same for all -------------------------------------------------------------------
 
-FORWARD FloatPart as_floats(WordPart x) { return (FloatPart)x; }
-FORWARD FloatPart in_register(FloatPart x) { return (FloatPart)in_register((WordPart)x); }
-FORWARD WordPart as_words(FloatPart x) { return (WordPart)x; }
-FORWARD WordPart add32(WordPart a, WordPart b) { return a + b; }
-FORWARD WordPart sub32(WordPart a, WordPart b) { return a - b; }
-FORWARD WordPart larger(WordPart a, WordPart b) { return (IntegerPart)a > (IntegerPart)b ? a : b; }
-FORWARD WordPart add16(WordPart a, WordPart b) { return (WordPart)((HalfPart)a + (HalfPart)b); }
-FORWARD WordPart choose_bits(WordPart mask, WordPart yes, WordPart no) { return (mask & yes) | (~mask & no); }
-FORWARD WordPart or_and(WordPart a, WordPart b, WordPart c) { return a | (b & c); }
+inline ALWAYS FloatPart as_floats(WordPart x) { return (FloatPart)x; }
+inline ALWAYS FloatPart in_register(FloatPart x) { return (FloatPart)in_register((WordPart)x); }
+inline ALWAYS WordPart as_words(FloatPart x) { return (WordPart)x; }
+inline ALWAYS WordPart add32(WordPart a, WordPart b) { return a + b; }
+inline ALWAYS WordPart sub32(WordPart a, WordPart b) { return a - b; }
+inline ALWAYS WordPart larger(WordPart a, WordPart b) { return (IntegerPart)a > (IntegerPart)b ? a : b; }
+inline ALWAYS WordPart add16(WordPart a, WordPart b) { return (WordPart)((HalfPart)a + (HalfPart)b); }
+inline ALWAYS WordPart choose_bits(WordPart mask, WordPart yes, WordPart no) { return (mask & yes) | (~mask & no); }
+inline ALWAYS WordPart or_and(WordPart a, WordPart b, WordPart c) { return a | (b & c); }
 template <int N>
-FORWARD WordPart shift_left32(WordPart a) {
+inline ALWAYS WordPart shift_left32(WordPart a) {
     return a << N;
 }
 template <int N>
-FORWARD WordPart shift_right32(WordPart a) {
+inline ALWAYS WordPart shift_right32(WordPart a) {
     return (WordPart)((IntegerPart)a >> N);
 }
-FORWARD WordPart shift_right16(WordPart a, int n) { return (WordPart)((HalfPart)a >> n); }
-FORWARD FloatPart to_floats(WordPart a) { return __builtin_convertvector((IntegerPart)a, FloatPart); }
-FORWARD FloatPart magnitude(FloatPart x) { return as_floats(as_words(x) & 0x7fffffffu); }
-FORWARD FloatPart above_floor(FloatPart x) {
+inline ALWAYS WordPart shift_right16(WordPart a, int n) { return (WordPart)((HalfPart)a >> n); }
+inline ALWAYS FloatPart to_floats(WordPart a) { return __builtin_convertvector((IntegerPart)a, FloatPart); }
+inline ALWAYS FloatPart magnitude(FloatPart x) { return as_floats(as_words(x) & 0x7fffffffu); }
+inline ALWAYS FloatPart above_floor(FloatPart x) {
     x = larger(splat_part(-1000.0f), x);
     return x - floor_of(x);
 }
-FORWARD FloatPart from_nearest(FloatPart x) {
+inline ALWAYS FloatPart from_nearest(FloatPart x) {
     x = larger(splat_part(-1000.0f), x);
     return x - nearest(x);
 }
 // Results below the normal numbers become 0.
-FORWARD FloatPart times_power(FloatPart p, FloatPart n) {
+inline ALWAYS FloatPart times_power(FloatPart p, FloatPart n) {
     const FloatPart whole = smaller(splat_part(127.0f), larger(splat_part(-127.0f), floor_of(n)));
     return p * as_floats((to_integers(whole) + 127u) << 23);
 }
 #if !BF16_PAIRS
 // The nearest bfloat16, ties to even; NaN stays NaN.
-FORWARD FloatPart rounded_bf16(FloatPart x) {
+inline ALWAYS FloatPart rounded_bf16(FloatPart x) {
     const WordPart bits = as_words(x), near = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
     return as_floats(x == x ? near : as_words(splat_part(__builtin_nanf(""))));
 }
 #endif
-FORWARD FloatPart select(uint32_t mask, FloatPart yes, FloatPart no) { return (LANE_BITS & mask) != 0u ? yes : no; }
-FORWARD uint32_t at_least(FloatPart a, FloatPart b) { return bits_of_lanes((WordPart)(a >= b)); }
-FORWARD uint32_t above(FloatPart a, FloatPart b) { return bits_of_lanes((WordPart)(a > b)); }
-FORWARD uint32_t at_least(WordPart a, WordPart b) {
+inline ALWAYS FloatPart select(uint32_t mask, FloatPart yes, FloatPart no) {
+    return (LANE_BITS & mask) != 0u ? yes : no;
+}
+inline ALWAYS uint32_t at_least(FloatPart a, FloatPart b) { return bits_of_lanes((WordPart)(a >= b)); }
+inline ALWAYS uint32_t above(FloatPart a, FloatPart b) { return bits_of_lanes((WordPart)(a > b)); }
+inline ALWAYS uint32_t at_least(WordPart a, WordPart b) {
     return bits_of_lanes((WordPart)((IntegerPart)a >= (IntegerPart)b));
 }
-FORWARD Four total_four(Four x) { return x + __builtin_shuffle(x, FourWords{2, 3, 0, 1}); }
+inline ALWAYS Four total_four(Four x) { return x + __builtin_shuffle(x, FourWords{2, 3, 0, 1}); }
 
 // -- two of them ------------------------------------------------------------------------------------------------------
 
@@ -127,43 +128,43 @@ OF_ONE(without_offset) OF_THREE(dot_stored)
 #undef OPERATOR
 
 template <class V>
-FORWARD auto as_floats(Two<V> x) -> Two<decltype(as_floats(x.low))> {
+inline ALWAYS auto as_floats(Two<V> x) -> Two<decltype(as_floats(x.low))> {
     return {as_floats(x.low), as_floats(x.high)};
 }
 template <class V>
-FORWARD auto as_words(Two<V> x) -> Two<decltype(as_words(x.low))> {
+inline ALWAYS auto as_words(Two<V> x) -> Two<decltype(as_words(x.low))> {
     return {as_words(x.low), as_words(x.high)};
 }
 template <class V>
-FORWARD auto to_floats(Two<V> x) -> Two<decltype(to_floats(x.low))> {
+inline ALWAYS auto to_floats(Two<V> x) -> Two<decltype(to_floats(x.low))> {
     return {to_floats(x.low), to_floats(x.high)};
 }
 template <class V>
-FORWARD auto to_integers(Two<V> x) -> Two<decltype(to_integers(x.low))> {
+inline ALWAYS auto to_integers(Two<V> x) -> Two<decltype(to_integers(x.low))> {
     return {to_integers(x.low), to_integers(x.high)};
 }
 template <int N, class V>
-FORWARD Two<V> shift_left32(Two<V> x) {
+inline ALWAYS Two<V> shift_left32(Two<V> x) {
     return {shift_left32<N>(x.low), shift_left32<N>(x.high)};
 }
 template <int N, class V>
-FORWARD Two<V> shift_right32(Two<V> x) {
+inline ALWAYS Two<V> shift_right32(Two<V> x) {
     return {shift_right32<N>(x.low), shift_right32<N>(x.high)};
 }
 template <class V>
-FORWARD Two<V> shift_right16(Two<V> x, int n) {
+inline ALWAYS Two<V> shift_right16(Two<V> x, int n) {
     return {shift_right16(x.low, n), shift_right16(x.high, n)};
 }
 template <class V>
-FORWARD Two<V> select(uint32_t mask, Two<V> yes, Two<V> no) {
+inline ALWAYS Two<V> select(uint32_t mask, Two<V> yes, Two<V> no) {
     return {select(mask, yes.low, no.low), select(mask >> LanesOf<V>::COUNT, yes.high, no.high)};
 }
 template <class V>
-FORWARD uint32_t at_least(Two<V> a, Two<V> b) {
+inline ALWAYS uint32_t at_least(Two<V> a, Two<V> b) {
     return at_least(a.low, b.low) | at_least(a.high, b.high) << LanesOf<V>::COUNT;
 }
 template <class V>
-FORWARD uint32_t above(Two<V> a, Two<V> b) {
+inline ALWAYS uint32_t above(Two<V> a, Two<V> b) {
     return above(a.low, b.low) | above(a.high, b.high) << LanesOf<V>::COUNT;
 }
 
@@ -171,83 +172,83 @@ FORWARD uint32_t above(Two<V> a, Two<V> b) {
 using Floats = Two<FloatPart>;
 using Words = Two<WordPart>;
 constexpr int REGISTERS = 16, VECTOR_REGISTERS = 2;
-FORWARD Floats splat(float x) { return {splat_part(x), splat_part(x)}; }
-FORWARD Words splat_words(WordPart x) { return {x, x}; }
-FORWARD Four half_sum(FloatPart x) { return lower_quarter(x) + upper_quarter(x); }
-FORWARD Four half_largest(FloatPart x) { return larger(lower_quarter(x), upper_quarter(x)); }
+inline ALWAYS Floats splat(float x) { return {splat_part(x), splat_part(x)}; }
+inline ALWAYS Words splat_words(WordPart x) { return {x, x}; }
+inline ALWAYS Four half_sum(FloatPart x) { return lower_quarter(x) + upper_quarter(x); }
+inline ALWAYS Four half_largest(FloatPart x) { return larger(lower_quarter(x), upper_quarter(x)); }
 template <int J>
-FORWARD FourWords quarter(Words x) {
+inline ALWAYS FourWords quarter(Words x) {
     return part_quarter<J % 2>(J / 2 ? x.high : x.low);
 }
-FORWARD Floats of_quarters(Four a, Four b, Four c, Four d) { return {joined_part(a, b), joined_part(c, d)}; }
+inline ALWAYS Floats of_quarters(Four a, Four b, Four c, Four d) { return {joined_part(a, b), joined_part(c, d)}; }
 #else
 using Floats = Two<Two<FloatPart>>;
 using Words = Two<Two<WordPart>>;
 constexpr int REGISTERS = 32, VECTOR_REGISTERS = 4;
-FORWARD Floats splat(float x) { return {{splat_part(x), splat_part(x)}, {splat_part(x), splat_part(x)}}; }
-FORWARD Words splat_words(WordPart x) { return {{x, x}, {x, x}}; }
-FORWARD Four half_sum(Two<FloatPart> x) { return x.low + x.high; }
-FORWARD Four half_largest(Two<FloatPart> x) { return larger(x.low, x.high); }
+inline ALWAYS Floats splat(float x) { return {{splat_part(x), splat_part(x)}, {splat_part(x), splat_part(x)}}; }
+inline ALWAYS Words splat_words(WordPart x) { return {{x, x}, {x, x}}; }
+inline ALWAYS Four half_sum(Two<FloatPart> x) { return x.low + x.high; }
+inline ALWAYS Four half_largest(Two<FloatPart> x) { return larger(x.low, x.high); }
 template <int J>
-FORWARD FourWords quarter(Words x) {
+inline ALWAYS FourWords quarter(Words x) {
     return J == 0 ? x.low.low : J == 1 ? x.low.high : J == 2 ? x.high.low : x.high.high;
 }
-FORWARD Floats of_quarters(Four a, Four b, Four c, Four d) { return {{a, b}, {c, d}}; }
+inline ALWAYS Floats of_quarters(Four a, Four b, Four c, Four d) { return {{a, b}, {c, d}}; }
 #endif
 
-FORWARD Floats zero() { return splat(0.0f); }
-FORWARD Floats rough_inverse(Floats x) { return splat(1.0f) / x; }
-FORWARD Words splat_word(int32_t x) { return splat_words(WordPart{} + uint32_t(x)); }
-FORWARD Words splat_half(int16_t x) { return splat_words((WordPart)(HalfPart{} + uint16_t(x))); }
-FORWARD Words splat_byte(int8_t x) { return splat_words((WordPart)(BytePart{} + uint8_t(x))); }
-FORWARD Words zero_words() { return splat_words(WordPart{}); }
+inline ALWAYS Floats zero() { return splat(0.0f); }
+inline ALWAYS Floats rough_inverse(Floats x) { return splat(1.0f) / x; }
+inline ALWAYS Words splat_word(int32_t x) { return splat_words(WordPart{} + uint32_t(x)); }
+inline ALWAYS Words splat_half(int16_t x) { return splat_words((WordPart)(HalfPart{} + uint16_t(x))); }
+inline ALWAYS Words splat_byte(int8_t x) { return splat_words((WordPart)(BytePart{} + uint8_t(x))); }
+inline ALWAYS Words zero_words() { return splat_words(WordPart{}); }
 
 // -- memory -----------------------------------------------------------------------------------------------------------
 
 // Part by part: GCC keeps in memory what is copied as a whole.
 template <class V>
-FORWARD V load_part(const void* p) {
+inline ALWAYS V load_part(const void* p) {
     V v;
     std::memcpy(&v, p, sizeof(V));
     return v;
 }
 template <class V>
-FORWARD void load_to(Two<V>& v, const char* p);
+inline ALWAYS void load_to(Two<V>& v, const char* p);
 template <class V>
-FORWARD void store_from(const Two<V>& v, char* p);
-FORWARD void load_to(FloatPart& v, const char* p) { v = load_part<FloatPart>(p); }
-FORWARD void load_to(WordPart& v, const char* p) { v = load_part<WordPart>(p); }
-FORWARD void store_from(const FloatPart& v, char* p) { std::memcpy(p, &v, sizeof(v)); }
-FORWARD void store_from(const WordPart& v, char* p) { std::memcpy(p, &v, sizeof(v)); }
+inline ALWAYS void store_from(const Two<V>& v, char* p);
+inline ALWAYS void load_to(FloatPart& v, const char* p) { v = load_part<FloatPart>(p); }
+inline ALWAYS void load_to(WordPart& v, const char* p) { v = load_part<WordPart>(p); }
+inline ALWAYS void store_from(const FloatPart& v, char* p) { std::memcpy(p, &v, sizeof(v)); }
+inline ALWAYS void store_from(const WordPart& v, char* p) { std::memcpy(p, &v, sizeof(v)); }
 template <class V>
-FORWARD void load_to(Two<V>& v, const char* p) {
+inline ALWAYS void load_to(Two<V>& v, const char* p) {
     load_to(v.low, p), load_to(v.high, p + LanesOf<V>::COUNT * 4);
 }
 template <class V>
-FORWARD void store_from(const Two<V>& v, char* p) {
+inline ALWAYS void store_from(const Two<V>& v, char* p) {
     store_from(v.low, p), store_from(v.high, p + LanesOf<V>::COUNT * 4);
 }
 
-FORWARD Floats load_floats(const float* p) {
+inline ALWAYS Floats load_floats(const float* p) {
     Floats v;
     load_to(v, reinterpret_cast<const char*>(p));
     return v;
 }
-FORWARD void store_floats(float* p, Floats v) { store_from(v, reinterpret_cast<char*>(p)); }
-FORWARD Words load_words(const void* p) {
+inline ALWAYS void store_floats(float* p, Floats v) { store_from(v, reinterpret_cast<char*>(p)); }
+inline ALWAYS Words load_words(const void* p) {
     Words v;
     load_to(v, static_cast<const char*>(p));
     return v;
 }
-FORWARD void store_words(void* p, Words v) { store_from(v, static_cast<char*>(p)); }
-FORWARD void store_low_half(void* p, Words v) { store_from(v.low, static_cast<char*>(p)); }
-FORWARD void store_high_half(void* p, Words v) { store_from(v.high, static_cast<char*>(p)); }
+inline ALWAYS void store_words(void* p, Words v) { store_from(v, static_cast<char*>(p)); }
+inline ALWAYS void store_low_half(void* p, Words v) { store_from(v.low, static_cast<char*>(p)); }
+inline ALWAYS void store_high_half(void* p, Words v) { store_from(v.high, static_cast<char*>(p)); }
 template <int J>
-FORWARD void store_quarter(void* p, Words v) {
+inline ALWAYS void store_quarter(void* p, Words v) {
     const FourWords q = quarter<J>(v);
     std::memcpy(p, &q, 16);
 }
-FORWARD Words splat_quarter(const void* p) { return splat_words(quarter_everywhere(p)); }
+inline ALWAYS Words splat_quarter(const void* p) { return splat_words(quarter_everywhere(p)); }
 
 // Some lanes, one by one: never read or written are those outside the mask.
 __attribute__((noinline)) Floats load_lanes(Floats otherwise, Mask m, const float* p) {
@@ -263,56 +264,56 @@ __attribute__((noinline)) void store_some(float* p, Mask m, Floats v) {
     for (int i = 0; i < 16; i++)
         if (m >> i & 1) p[i] = each[i];
 }
-FORWARD Floats load_or(Floats otherwise, Mask m, const float* p) {
+inline ALWAYS Floats load_or(Floats otherwise, Mask m, const float* p) {
     return m == ALL ? load_floats(p) : load_lanes(otherwise, m, p);
 }
-FORWARD Floats load16(const float* p, Mask m) { return load_or(zero(), m, p); }
+inline ALWAYS Floats load16(const float* p, Mask m) { return load_or(zero(), m, p); }
 
 // -- across lanes -----------------------------------------------------------------------------------------------------
 
-FORWARD float total_of(Floats x) {
+inline ALWAYS float total_of(Floats x) {
     const Four four = total_four(half_sum(x.low + x.high));
     return four[0] + four[1];
 }
-FORWARD float largest_of(Floats x) {
+inline ALWAYS float largest_of(Floats x) {
     const Four four = half_largest(larger(x.low, x.high));
     const float a = four[0] > four[2] ? four[0] : four[2], b = four[1] > four[3] ? four[1] : four[3];
     return a > b ? a : b;
 }
-FORWARD int32_t total_of(Words x) {
+inline ALWAYS int32_t total_of(Words x) {
     uint32_t each[16], sum = 0;
     store_words(each, x);
     for (uint32_t one : each) sum += one;
     return int32_t(sum);
 }
-FORWARD int32_t largest_of(Words x) {
+inline ALWAYS int32_t largest_of(Words x) {
     int32_t each[16], most = INT32_MIN;
     store_words(each, x);
     for (int32_t one : each) most = one > most ? one : most;
     return most;
 }
-FORWARD float total_of_neighbours(Four x) {  // (0 + 1) + (2 + 3)
+inline ALWAYS float total_of_neighbours(Four x) {  // (0 + 1) + (2 + 3)
     x = x + __builtin_shuffle(x, FourWords{1, 0, 3, 2});
     return x[0] + x[2];
 }
-FORWARD void sums_of_eights(Floats x, float (&sums)[2]) {
+inline ALWAYS void sums_of_eights(Floats x, float (&sums)[2]) {
     const Words all = as_words(x);
     sums[0] = total_of_neighbours((Four)quarter<0>(all)) + total_of_neighbours((Four)quarter<1>(all));
     sums[1] = total_of_neighbours((Four)quarter<2>(all)) + total_of_neighbours((Four)quarter<3>(all));
 }
 
 template <int J>
-FORWARD Words quarters_of(const Words (&x)[4]) {
+inline ALWAYS Words quarters_of(const Words (&x)[4]) {
     return as_words(
         of_quarters((Four)quarter<J>(x[0]), (Four)quarter<J>(x[1]), (Four)quarter<J>(x[2]), (Four)quarter<J>(x[3]))
     );
 }
-FORWARD void transpose_quarters(Words (&x)[4]) {
+inline ALWAYS void transpose_quarters(Words (&x)[4]) {
     const Words found[4] = {quarters_of<0>(x), quarters_of<1>(x), quarters_of<2>(x), quarters_of<3>(x)};
     for (int i = 0; i < 4; i++) x[i] = found[i];
 }
 
-FORWARD Floats fold(Floats first, Floats second) { return {first.low + first.high, second.low + second.high}; }
+inline ALWAYS Floats fold(Floats first, Floats second) { return {first.low + first.high, second.low + second.high}; }
 inline Floats sums_of(const Floats pairs[8]) {
     Four sum[4];
     for (int i = 0; i < 4; i++) {
@@ -328,10 +329,10 @@ inline Floats sums_of(const Floats pairs[8]) {
 // -- bytes ------------------------------------------------------------------------------------------------------------
 
 template <class V>
-FORWARD Two<V> lookup_bytes_of(const uint8_t* table, Two<V> index) {
+inline ALWAYS Two<V> lookup_bytes_of(const uint8_t* table, Two<V> index) {
     return {lookup_bytes_of(table, index.low), lookup_bytes_of(table, index.high)};
 }
-FORWARD Words lookup_bytes(const Words (&table)[2], Words index) {
+inline ALWAYS Words lookup_bytes(const Words (&table)[2], Words index) {
     return lookup_bytes_of(reinterpret_cast<const uint8_t*>(table), index);
 }
 
@@ -342,26 +343,26 @@ struct HalfTable {  // lower and upper bytes
     }
 };
 // The index in both bytes of a half: one of them finds the lower byte, the other the upper one.
-FORWARD WordPart lookup_halves_of(const HalfTable& table, WordPart index) {
+inline ALWAYS WordPart lookup_halves_of(const HalfTable& table, WordPart index) {
     const WordPart own = index & 0x001f001fu, both = own | own << 8;
     return (lookup_32_bytes(table.low, both) & 0x00ff00ffu) | (lookup_32_bytes(table.high, both) & 0xff00ff00u);
 }
 template <class V>
-FORWARD Two<V> lookup_halves_of(const HalfTable& table, Two<V> index) {
+inline ALWAYS Two<V> lookup_halves_of(const HalfTable& table, Two<V> index) {
     return {lookup_halves_of(table, index.low), lookup_halves_of(table, index.high)};
 }
-FORWARD Words lookup_halves(Words index, const HalfTable& table) { return lookup_halves_of(table, index); }
+inline ALWAYS Words lookup_halves(Words index, const HalfTable& table) { return lookup_halves_of(table, index); }
 
-FORWARD void low_bytes_to(int8_t* p, WordPart v) {
+inline ALWAYS void low_bytes_to(int8_t* p, WordPart v) {
     const LowestPart narrow = __builtin_convertvector(v, LowestPart);
     std::memcpy(p, &narrow, sizeof(narrow));
 }
 template <class V>
-FORWARD void low_bytes_to(int8_t* p, Two<V> v) {
+inline ALWAYS void low_bytes_to(int8_t* p, Two<V> v) {
     low_bytes_to(p, v.low), low_bytes_to(p + LanesOf<V>::COUNT, v.high);
 }
-FORWARD void store_low_bytes(int8_t* p, Words v) { low_bytes_to(p, v); }
-FORWARD Words store_bytes(int8_t* p, const Words (&x)[4]) {
+inline ALWAYS void store_low_bytes(int8_t* p, Words v) { low_bytes_to(p, v); }
+inline ALWAYS Words store_bytes(int8_t* p, const Words (&x)[4]) {
     for (int i = 0; i < 4; i++) store_low_bytes(p + 16 * i, x[i]);
     return load_words(p);
 }
@@ -375,31 +376,33 @@ inline void store_bytes_in_fours(int8_t* p, Words low, Words high) {
 
 // -- bfloat16 ---------------------------------------------------------------------------------------------------------
 
-FORWARD void widen_to(FloatPart& v, const uint16_t* p) {
+inline ALWAYS void widen_to(FloatPart& v, const uint16_t* p) {
     v = as_floats(__builtin_convertvector(load_part<NarrowPart>(p), WordPart) << 16);
 }
-FORWARD void narrow_from(FloatPart v, uint16_t* p) {
+inline ALWAYS void narrow_from(FloatPart v, uint16_t* p) {
     const NarrowPart narrow = __builtin_convertvector(as_words(v) >> 16, NarrowPart);
     std::memcpy(p, &narrow, sizeof(narrow));
 }
 template <class V>
-FORWARD void widen_to(Two<V>& v, const uint16_t* p) {
+inline ALWAYS void widen_to(Two<V>& v, const uint16_t* p) {
     widen_to(v.low, p), widen_to(v.high, p + LanesOf<V>::COUNT);
 }
 template <class V>
-FORWARD void narrow_from(Two<V> v, uint16_t* p) {
+inline ALWAYS void narrow_from(Two<V> v, uint16_t* p) {
     narrow_from(v.low, p), narrow_from(v.high, p + LanesOf<V>::COUNT);
 }
-FORWARD Floats load_bf16(const uint16_t* p) {
+inline ALWAYS Floats load_bf16(const uint16_t* p) {
     Floats v;
     widen_to(v, p);
     return v;
 }
 #if BF16_PAIRS
-FORWARD Two<WordPart> to_bf16(Floats v) { return {to_bf16(v.low.low, v.low.high), to_bf16(v.high.low, v.high.high)}; }
-FORWARD void store_bf16(uint16_t* p, Floats v) { store_from(to_bf16(v), reinterpret_cast<char*>(p)); }
+inline ALWAYS Two<WordPart> to_bf16(Floats v) {
+    return {to_bf16(v.low.low, v.low.high), to_bf16(v.high.low, v.high.high)};
+}
+inline ALWAYS void store_bf16(uint16_t* p, Floats v) { store_from(to_bf16(v), reinterpret_cast<char*>(p)); }
 #else
-FORWARD void store_bf16(uint16_t* p, Floats v) { narrow_from(rounded_bf16(v), p); }
+inline ALWAYS void store_bf16(uint16_t* p, Floats v) { narrow_from(rounded_bf16(v), p); }
 #endif
 __attribute__((noinline)) Floats load_some_bf16(const uint16_t* p, Mask m) {
     uint16_t each[16] = {};
@@ -413,14 +416,14 @@ __attribute__((noinline)) void store_some_bf16(uint16_t* p, Mask m, Floats v) {
     for (int i = 0; i < 16; i++)
         if (m >> i & 1) p[i] = each[i];
 }
-FORWARD Floats load16(const uint16_t* p, Mask m) { return m == ALL ? load_bf16(p) : load_some_bf16(p, m); }
+inline ALWAYS Floats load16(const uint16_t* p, Mask m) { return m == ALL ? load_bf16(p) : load_some_bf16(p, m); }
 
 #if BF16_PAIRS  // of registers of 16 bytes
 template <class F, class W>
-FORWARD Two<F> dot_pairs(Two<F> sum, Two<W> a, Two<W> b) {
+inline ALWAYS Two<F> dot_pairs(Two<F> sum, Two<W> a, Two<W> b) {
     return {dot_pairs(sum.low, a.low, b.low), dot_pairs(sum.high, a.high, b.high)};
 }
-FORWARD Floats dot_pairs_at(Floats sum, const uint16_t* a, Words b) {
+inline ALWAYS Floats dot_pairs_at(Floats sum, const uint16_t* a, Words b) {
     int32_t pair;
     std::memcpy(&pair, a, 4);
     return dot_pairs(sum, splat_word(pair), b);
@@ -430,24 +433,22 @@ __attribute__((noinline)) Words load_some_pairs(const uint16_t* p, int64_t left)
     if (left > 0) std::memcpy(each, p, left * sizeof(uint16_t));
     return load_words(each);
 }
-FORWARD Words load_pairs(const uint16_t* p, int64_t left) {
+inline ALWAYS Words load_pairs(const uint16_t* p, int64_t left) {
     return left >= 32 ? load_words(p) : load_some_pairs(p, left);
 }
-FORWARD Words pairs_after(Floats low, Floats high) { return {to_bf16(low), to_bf16(high)}; }
+inline ALWAYS Words pairs_after(Floats low, Floats high) { return {to_bf16(low), to_bf16(high)}; }
 template <class V>
-FORWARD auto pairs_beside(Two<V> a, Two<V> b) -> Two<decltype(pairs_beside(a.low, b.low))> {
+inline ALWAYS auto pairs_beside(Two<V> a, Two<V> b) -> Two<decltype(pairs_beside(a.low, b.low))> {
     return {pairs_beside(a.low, b.low), pairs_beside(a.high, b.high)};
 }
-FORWARD Words halves_between(Two<WordPart> a, Two<WordPart> b) {
+inline ALWAYS Words halves_between(Two<WordPart> a, Two<WordPart> b) {
     return {
         {low_halves(a.low, b.low), high_halves(a.low, b.low)}, {low_halves(a.high, b.high), high_halves(a.high, b.high)}
     };
 }
-FORWARD void pairs_between(Words a, Words b, Words (&pairs)[2]) {
+inline ALWAYS void pairs_between(Words a, Words b, Words (&pairs)[2]) {
     pairs[0] = halves_between(a.low, b.low), pairs[1] = halves_between(a.high, b.high);
 }
 #endif
-
-#undef FORWARD
 
 }  // namespace
