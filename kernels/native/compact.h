@@ -20,13 +20,14 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "numbers.h"
 #include "panels.h"
+#include "processor.h"
 #include "structs.h"
 #include "threads.h"
 #include "tiles.h"
-#include "tiles_amx.h"
 
 namespace {
 
@@ -134,7 +135,7 @@ __attribute__((noinline)) void tile_compact(
         ahead.step();
         for (; i < stop; i++, lines += COMPACT_LINES * LINE, a += 2) {
             if constexpr (FIRST == 0)  // for the other vectors, too
-                for (int64_t line = 0; line < COMPACT_LINES; line += R <= 2 ? LINES_FOLLOWED : 1)
+                for (int64_t line = 0; line < COMPACT_LINES; line += R <= 2 ? PREFETCHED_LINE_STEP : 1)
                     fetch_line(reinterpret_cast<const char*>(lines) + FETCHED + line * LINE);
             const bool replaced = __builtin_expect(i == exception, 0);
             if (replaced) {

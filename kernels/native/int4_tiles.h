@@ -10,9 +10,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "finish.h"
 #include "panels.h"
+#include "processor.h"
 #include "row_tiles.h"
 #include "structs.h"
 #include "tiles.h"
@@ -126,7 +128,7 @@ __attribute__((noinline)) void add_packed_group(
     const int8_t* a, int64_t lda, int64_t count, const uint8_t* b, uint8_t* unpacked, int64_t first,
     const int32_t* less, const Weight& w, int64_t scales, bool from_zero, Ahead& ahead, float* out
 ) {
-    const int64_t step = R <= 2 ? LINES_FOLLOWED * LINE : LINE;
+    const int64_t step = R <= 2 ? PREFETCHED_LINE_STEP * LINE : LINE;
     const int8_t* const a_end = a + count;
     Words sum[R][V];
     begin_group<R, V, ZEROS>(less, sum);

@@ -16,6 +16,7 @@
 
 #include "compact.h"
 #include "packed_numbers.h"
+#include "processor.h"
 #include "products.h"
 
 namespace {
@@ -151,7 +152,7 @@ __attribute__((noinline)) void tile_packed(
     typename Rows::Element* keep, Ahead ahead, float* out
 ) {
     const Numbers numbers;
-    const int64_t step = Numbers::SPARSE && R <= 2 ? LINES_FOLLOWED * LINE : LINE;
+    const int64_t step = Numbers::SPARSE && R <= 2 ? PREFETCHED_LINE_STEP * LINE : LINE;
     const uint8_t* const data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
     const int64_t groups = (w.kpad + w.group - 1) / w.group;
     const bool grouped = Numbers::KIND != NVFP4 && groups > 1;
