@@ -161,8 +161,8 @@ __attribute__((noinline)) void add_packed_group(
 // stores the panel there for the others.
 template <int R>
 void tile_int4_bytes(
-    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, uint8_t* unpacked,
-    bool first_rows, Ahead ahead, float* out
+    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, uint8_t* unpacked, bool unpacks,
+    Ahead ahead, float* out
 ) {
     constexpr int V = bytes_beside(R);
     const int64_t groups = (w.k + w.group - 1) / w.group;
@@ -189,8 +189,8 @@ void tile_int4_bytes(
                     add_packed_group<R, V, false, ZEROS>(
                         x, lda, end - begin, b, bytes, first, less, w, at, !g, ahead, to
                     );
-                else if constexpr (R >= LEAST_OF_SEVERAL) {
-                    if (first_rows)
+                else if constexpr (R >= LEAST_TILE_ROWS) {
+                    if (unpacks)
                         add_packed_group<R, V, true, ZEROS>(
                             x, lda, end - begin, b, bytes, first, less, w, at, !g, ahead, to
                         );
@@ -209,7 +209,7 @@ void tile_int4_bytes(
 // Of an unpacked panel, for `row_tiles`.
 template <bool ZEROS>
 struct Int4Words {
-    static constexpr int LEAST = LEAST_OF_SEVERAL;
+    static constexpr int LEAST_ROWS = LEAST_TILE_ROWS;
     static int64_t steps(const Weight& w) { return w.kpad / 4; }
     static constexpr int beside(int) { return UNPACKED_VECTORS; }
 

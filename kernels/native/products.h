@@ -19,25 +19,25 @@
 
 namespace {
 
-constexpr int64_t INT_ROWS = 3;     // ROWS for integers of 16 bits, whose rows are two of bytes
-constexpr int64_t ROW_BLOCK = 192;  // rows that a unit of work covers
-// Rows of a thread for which it reads all weights. With 64, products are 13 % slower.
-constexpr int64_t OWN_ROWS = 128;
+constexpr int64_t INTEGER_TILE_ROWS = 3;  // MOST_TILE_ROWS for integers of 16 bits, whose rows are two of bytes
+constexpr int64_t ROW_BLOCK = 192;        // rows of a unit of work, at most
+// A thread with at least so many rows of its own reads all weights for them. With 64, products are 13 % slower.
+constexpr int64_t LEAST_THREAD_ROWS = 128;
+// Inputs of a panel that all tiles multiply before the next ones, if there are at most MOST_SLICED_TILES tiles.
 #if BF16_PAIRS
-constexpr int64_t SLICE = 1024;  // inputs of a bfloat16 panel that all tiles multiply before the next ones ...
-constexpr int64_t SLICED = 8;    // ... where there are at most so many tiles
+constexpr int64_t SLICE_INPUTS = 1024, MOST_SLICED_TILES = 8;
 #else
-// Unpacked to float32 that is 16 KB: it stays in the first-level cache
-constexpr int64_t SLICE = 64, SLICED = ROW_BLOCK / ROWS;
+// Unpacked to float32 that is 16 KB: it stays in the first-level cache.
+constexpr int64_t SLICE_INPUTS = 64, MOST_SLICED_TILES = ROW_BLOCK / MOST_TILE_ROWS;
 #endif
-// Tiles of rows, up to which each unpacks a compact panel for itself: stores would take longer
-constexpr int64_t UNPACKED_EACH = 2;
-constexpr int64_t DIVISIBLE = 1024;  // inputs from which on a panel may be divided among threads
+// If there are at most so many tiles, each unpacks a compact panel for itself: storing it would take longer.
+constexpr int64_t TILES_UNPACKING_EACH = 2;
+constexpr int64_t LEAST_DIVIDED_INPUTS = 1024;  // only panels of at least so many inputs are divided among threads
 
 #if AMX_TILES
 // From LONG_INPUTS on, the rows of a unit of work and a panel would not both fit in the second-level cache, so that
-// each panel would read all rows from beyond it. Units of LONG_ROWS to LONG_BLOCK rows then have several panels, which
-// take LONG_BYTES of the rows after the others.
+// each panel would read all rows from beyond it. Units of LONG_ROWS to LONG_BLOCK rows then have up to LONG_PANELS
+// panels, all of which are multiplied with LONG_BYTES of each row before the next ones.
 constexpr int64_t LONG_INPUTS = 3072, LONG_BYTES = 2048, LONG_ROWS = 64, LONG_BLOCK = 256, LONG_PANELS = 8;
 // products_amx.h
 void amx_tiles(
@@ -47,19 +47,20 @@ void amx_tiles(
 #else
 constexpr int64_t LONG_INPUTS = INT64_MAX, LONG_BLOCK = 1, LONG_ROWS = 1, LONG_PANELS = 1;
 #endif
-// Bytes of the rows of a unit of other products by tiles of AMX, 0.6 to 1.6 times as many. More rows share the cost of
-// unpacking a panel.
-constexpr int64_t ROWS_MEMORY = 1 << 20;
+// In other products by tiles of AMX, the rows of a unit have about so many bytes, 0.6 to 1.6 times as many. More rows
+// share the cost of unpacking a panel.
+constexpr int64_t UNIT_ROW_BYTES = 1 << 20;
 
 // scaled.h
 int64_t summed_groups(const Weight& w);
 template <int R>
 void tile_scaled(
     const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, void* unpacked,
-    bool first_rows, Ahead ahead, float* out
+    bool unpacks, Ahead ahead, float* out
 );
 
-// `sums`: [R, PANEL], which keep what the inputs before these gave. The last inputs finish them.
+// R rows, from row `row` on, times V vectors of a panel's outputs, from vector `first` on, for some of the inputs. They
+// are added to `sums` [R, PANEL], unless they are the first inputs. After the last inputs the outputs are stored.
 template <int R, int V>
 void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* sums) {
     const Weight& w = *job.weight;
@@ -70,21 +71,21 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs 
 #if !AMX_TILES
     if (w.kind == BF16)
         tile_bf16<R, V>(
-            a, job.lda, w, panel, first, inputs, static_cast<float*>(job.unpacked), job.first_rows, ahead, sums
+            a, job.lda, w, panel, first, inputs, static_cast<float*>(job.unpacked), job.unpacks, ahead, sums
         );
 #endif
     if (w.kind == F32) tile_f32<R>(static_cast<const float*>(job.a) + row * job.lda, job.lda, w, panel, sums);
     if constexpr (V == 4)
         if (w.kind >= FP8)
-            tile_scaled<R>(job.a, row, job.lda, w, panel, inputs, job.unpacked, job.first_rows, ahead, sums);
+            tile_scaled<R>(job.a, row, job.lda, w, panel, inputs, job.unpacked, job.unpacks, ahead, sums);
     const int8_t* bytes = reinterpret_cast<const int8_t*>(a);
     if constexpr (V == 4)
         if (w.operand == SUMMED_BYTES)
             tile_int4_bytes<R>(
-                bytes, 2 * job.lda, job.scales + row, w, panel, static_cast<uint8_t*>(job.unpacked), job.first_rows,
-                ahead, sums
+                bytes, 2 * job.lda, job.scales + row, w, panel, static_cast<uint8_t*>(job.unpacked), job.unpacks, ahead,
+                sums
             );
-    if constexpr (R <= INT_ROWS) {
+    if constexpr (R <= INTEGER_TILE_ROWS) {
         if (w.operand == INT8) tile_int8<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, sums);
         if (w.operand == INT4) tile_int4<R>(bytes, 2 * job.lda, job.scales + row, w, panel, ahead, sums);
     }
@@ -96,18 +97,19 @@ template <int V, int R = 1>
 void tile_of(
     int64_t rows, const Product& job, int64_t row, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* sums
 ) {
-    if constexpr (R < ROWS) {
+    if constexpr (R < MOST_TILE_ROWS) {
         if (rows > R) return tile_of<V, R + 1>(rows, job, row, panel, first, inputs, ahead, sums);
     }
     tile<R, V>(job, row, panel, first, inputs, ahead, sums);
 }
 
-// Inputs of a slice for `pieces` tiles: no group whose sums are scaled is divided. Unpacked slices are longer if many
-// tiles share the cost of unpacking beyond the first-level cache, because each tile loads and stores its sums once a
-// slice.
-int64_t slice_of(const Weight& w, int64_t pieces) {
+// Inputs of a slice for `tile_count` tiles. No group whose sums are scaled is divided. Without instructions for pairs,
+// slices are longer if many tiles share the cost of unpacking beyond the first-level cache, because each tile loads and
+// stores its sums once a slice.
+int64_t slice_length(const Weight& w, int64_t tile_count) {
     const int64_t step = w.kind >= FP8 && summed_groups(w) > 1 ? std::lcm<int64_t>(w.group, 16) : 16;
-    const int64_t longest = BF16_PAIRS ? SLICE : SLICE * std::min<int64_t>(std::max<int64_t>(pieces / 8, 1), 4);
+    const int64_t longest = BF16_PAIRS ? SLICE_INPUTS
+                                       : SLICE_INPUTS * std::min<int64_t>(std::max<int64_t>(tile_count / 8, 1), 4);
     const int64_t slices = (w.kpad + longest - 1) / longest, each = (w.kpad + slices - 1) / slices;
     return (each + step - 1) / step * step;
 }
@@ -116,47 +118,48 @@ int64_t slice_of(const Weight& w, int64_t pieces) {
 // few tiles multiply a slice of the inputs before the next one: a long panel and the one that is prefetched would not
 // both fit in the second-level cache. A row's sums go through the inputs in order all the same.
 struct Division {
-    int64_t pieces, length;
+    int64_t tile_count;
+    int64_t length;  // inputs of a slice; all of them unless `sliced`
     bool sliced;
     Division(const Weight& w, int64_t rows) {
-        const int64_t height = w.operand == INT8 || w.operand == INT4 ? INT_ROWS : ROWS;
+        const int64_t height = w.operand == INT8 || w.operand == INT4 ? INTEGER_TILE_ROWS : MOST_TILE_ROWS;
         const bool floats = !BF16_PAIRS || w.operand == F32;
-        pieces = (rows + height - 1) / height;
-        sliced = pieces > 1 && pieces <= SLICED &&
+        tile_count = (rows + height - 1) / height;
+        sliced = tile_count > 1 && tile_count <= MOST_SLICED_TILES &&
                  (w.kind == BF16 || w.kind == COMPACT_BF16 || (w.kind >= FP8 && floats));
-        length = sliced ? slice_of(w, pieces) : w.kpad;
+        length = sliced ? slice_length(w, tile_count) : w.kpad;
     }
 };
 
 // Size, in numbers of 4 bytes, of the memory where the first tile stores inputs in the form in which the others
 // multiply them; 0: the panel has this form, or each tile unpacks them.
 int64_t unpacked_size(const Weight& w, const Division& division) {
-    if (division.pieces == 1) return 0;
+    if (division.tile_count == 1) return 0;
     if (w.operand == SUMMED_BYTES) return division.length * PANEL / 4;
-    if (w.kind == COMPACT_BF16 && division.pieces <= UNPACKED_EACH) return 0;
+    if (w.kind == COMPACT_BF16 && division.tile_count <= TILES_UNPACKING_EACH) return 0;
     return w.kind >= FP8 || (division.sliced && !BF16_PAIRS) ? division.length * PANEL : 0;
 }
 
 // Whether tiles multiply words of whole panels, so that `row_tiles` has them.
 bool are_words(const Weight& w, const Division& division) {
-    if (division.pieces == 1) return false;
+    if (division.tile_count == 1) return false;
     if (w.operand == SUMMED_BYTES) return INT4_TILES;
     return BF16_PAIRS && w.operand == BF16 && !division.sliced &&
            (w.kind == BF16 || (w.kind >= FP8 && summed_groups(w) == 1));
 }
 
-// `tiles` below, for such panels. `there`: whether the panel is unpacked already.
+// `tiles` below, for such panels. `already_unpacked`: whether job.unpacked holds the panel.
 void word_tiles(
-    Product& job, const Division& division, bool there, int64_t begin, int64_t end, int64_t panel, int64_t first,
-    int64_t count, const char* next
+    Product& job, const Division& division, bool already_unpacked, int64_t begin, int64_t end, int64_t panel,
+    int64_t first, int64_t count, const char* next
 ) {
     const Weight& w = *job.weight;
-    if (job.unpacked && !there) {  // the first tile stores the panel for the others
-        alignas(64) float sums[ROWS * PANEL];
-        const int64_t lowest = (end - begin) / division.pieces;
-        job.first_rows = true;
-        tile_of<4>(lowest, job, begin, panel, first, {0, w.kpad}, {}, sums);
-        begin += lowest;
+    if (job.unpacked && !already_unpacked) {  // the first tile stores the panel for the others
+        alignas(64) float sums[MOST_TILE_ROWS * PANEL];
+        const int64_t rows = (end - begin) / division.tile_count;
+        job.unpacks = true;
+        tile_of<4>(rows, job, begin, panel, first, {0, w.kpad}, {}, sums);
+        begin += rows;
     }
     if (w.operand == SUMMED_BYTES) return int4_tiles<UNPACKED_VECTORS>(job, begin, end, panel, next);
 #if PAIR_PRODUCTS
@@ -168,22 +171,23 @@ void word_tiles(
 
 // `tiles` below for others, one tile at a time.
 void slice_tiles(
-    Product& job, const Division& division, bool there, int64_t begin, int64_t end, int64_t panel, int64_t first,
-    int64_t count, const char* next
+    Product& job, const Division& division, bool already_unpacked, int64_t begin, int64_t end, int64_t panel,
+    int64_t first, int64_t count, const char* next
 ) {
     const Weight& w = *job.weight;
     const char* const stored = static_cast<const char*>(w.data) + panel * panel_bytes(w);
-    const int64_t pieces = division.pieces, inputs_each = (w.kind == INT8 || w.kind == INT4 ? 4 : 2) * STRIDE;
-    alignas(64) float sums[SLICED * ROWS * PANEL];
+    const int64_t tile_count = division.tile_count, inputs_each = (w.kind == INT8 || w.kind == INT4 ? 4 : 2) * STRIDE;
+    alignas(64) float sums[MOST_SLICED_TILES * MOST_TILE_ROWS * PANEL];
     for (int64_t at = 0; at < w.kpad; at += division.length) {
         const Inputs inputs{at, std::min(at + division.length, w.kpad)};
-        const int64_t bytes = panel_bytes(w) * (inputs.end - at) / w.kpad, looks = (inputs.end - at) / inputs_each + 1;
-        const char* const soon = count == 4 && inputs.end < w.kpad ? stored + panel_bytes(w) * inputs.end / w.kpad
-                                                                   : next;
-        for (int64_t i = 0; i < pieces; i++) {
-            job.first_rows = i == 0 && !there;
-            const int64_t from = begin + (end - begin) * i / pieces, to = begin + (end - begin) * (i + 1) / pieces;
-            const Ahead ahead = ahead_of(i, pieces, pieces > 1 ? soon : nullptr, bytes, looks);
+        const int64_t bytes = panel_bytes(w) * (inputs.end - at) / w.kpad, steps = (inputs.end - at) / inputs_each + 1;
+        const char* const following = count == 4 && inputs.end < w.kpad ? stored + panel_bytes(w) * inputs.end / w.kpad
+                                                                        : next;
+        for (int64_t i = 0; i < tile_count; i++) {
+            job.unpacks = i == 0 && !already_unpacked;
+            const int64_t from = begin + (end - begin) * i / tile_count,
+                          to = begin + (end - begin) * (i + 1) / tile_count;
+            const Ahead ahead = ahead_of(i, tile_count, tile_count > 1 ? following : nullptr, bytes, steps);
             float* const kept = sums + (division.sliced ? (from - begin) * PANEL : 0);
             if (count == 4) tile_of<4>(to - from, job, from, panel, first, inputs, ahead, kept);
             else if (count == 2) tile_of<2>(to - from, job, from, panel, first, inputs, ahead, kept);
@@ -205,7 +209,7 @@ void tiles(
     const Weight& w = *product.weight;
 #if AMX_TILES
     // Rows that are multiplied without tiles of AMX.
-    const int64_t few = w.operand == BF16 ? 0 : w.operand == BYTES ? ROWS : INT_ROWS;
+    const int64_t few = w.operand == BF16 ? 0 : w.operand == BYTES ? MOST_TILE_ROWS : INTEGER_TILE_ROWS;
     if (multiplies_slices(w) && end - begin > few)
         return amx_tiles(product, begin, end, panel, panel + 1, first, count, next);
 #endif
@@ -216,9 +220,10 @@ void tiles(
     const Division division(w, end - begin);
     Product job = product;
     if (const int64_t size = unpacked_size(w, division)) job.unpacked = own_memory<0>(size);
-    const bool there = job.unpacked && is_unpacked(w, division.length == w.kpad && count == 4 ? panel : -1);
-    if (are_words(w, division)) word_tiles(job, division, there, begin, end, panel, first, count, next);
-    else slice_tiles(job, division, there, begin, end, panel, first, count, next);
+    const bool already_unpacked = job.unpacked &&
+                                  unpacked_before(w, division.length == w.kpad && count == 4 ? panel : -1);
+    if (are_words(w, division)) word_tiles(job, division, already_unpacked, begin, end, panel, first, count, next);
+    else slice_tiles(job, division, already_unpacked, begin, end, panel, first, count, next);
 }
 
 // Whether rows and a panel are too long for the second-level cache.
@@ -236,11 +241,11 @@ struct Units {
     int64_t rows, threads, row_groups, parts, together, blocks, count;
     Units(const Weight& w, int64_t rows, int64_t threads, int64_t products = 1) : rows(rows), threads(threads) {
         const int64_t panels = panels_of(w);
-        for (row_groups = threads; row_groups > 1 && (threads % row_groups || rows < OWN_ROWS * row_groups);)
+        for (row_groups = threads; row_groups > 1 && (threads % row_groups || rows < LEAST_THREAD_ROWS * row_groups);)
             row_groups--;
         if (multiplies_slices(w) && !is_long(w)) {
             const int64_t bytes = rows / row_groups * w.kpad * (w.operand == BYTES ? 1 : 2);
-            row_groups *= std::max<int64_t>((bytes + ROWS_MEMORY * 2 / 5) / ROWS_MEMORY, 1);
+            row_groups *= std::max<int64_t>((bytes + UNIT_ROW_BYTES * 2 / 5) / UNIT_ROW_BYTES, 1);
             blocks = 1;
         } else {
             const int64_t most = row_groups * (is_long(w) ? LONG_BLOCK : ROW_BLOCK);
@@ -248,7 +253,7 @@ struct Units {
         }
         // For one row a quarter panel has the same latency of sums as a whole one: it pays where memory is the
         // bottleneck.
-        const bool large = divisible(w) && threads > 1 && w.kpad >= DIVISIBLE;
+        const bool large = divisible(w) && threads > 1 && w.kpad >= LEAST_DIVIDED_INPUTS;
         parts = large && products * panels * row_groups * blocks < 6 * threads ? w.gated ? 2 : 4 : 1;
         const bool many = is_long(w) && parts == 1 && rows >= LONG_ROWS * row_groups * blocks;
         together = many ? std::clamp<int64_t>(panels * row_groups * blocks / (2 * threads), 1, LONG_PANELS) : 1;
@@ -270,8 +275,8 @@ const char* next_panel(const Product& job, const Units& units, int64_t unit) {
                   last = lane_begin(units.count, units.threads, lane + 1) - 1;
     const Weight* weight = unit < last ? job.weight : job.next;
     if (units.parts > 1 || !weight || weight->kind == F32) return nullptr;
-    const Units of = unit < last ? units : Units(*weight, units.rows, units.threads);
-    const int64_t panel = of.panel_of(unit < last ? unit + 1 : lane_begin(of.count, of.threads, lane));
+    const Units next = unit < last ? units : Units(*weight, units.rows, units.threads);
+    const int64_t panel = next.panel_of(unit < last ? unit + 1 : lane_begin(next.count, next.threads, lane));
     if (unit < last && panel == units.panel_of(unit)) return nullptr;
     return static_cast<const char*>(weight->data) + panel * panel_bytes(*weight);
 }

@@ -33,7 +33,7 @@ struct AheadOfTiles {
 
 // Four signed bytes of a row. The sums are exact: results fit 32 bits, and an overflow on the way wraps around.
 struct ByteWords {
-    static constexpr int LEAST = 1;  // rows of a tile
+    static constexpr int LEAST_ROWS = 1;  // rows of a tile
     using Sum = Words;
     static int64_t steps(const Weight& w) { return w.kpad / 4; }
     static constexpr int beside(int rows) { return bytes_beside(rows); }
@@ -60,7 +60,7 @@ struct ByteWords {
 #if PAIR_PRODUCTS
 // Pairs of bfloat16, of weights whose scales belong to whole outputs.
 struct PairWords {
-    static constexpr int LEAST = LEAST_OF_SEVERAL;
+    static constexpr int LEAST_ROWS = LEAST_TILE_ROWS;
     using Sum = Floats;
     static int64_t steps(const Weight& w) { return w.kpad / 2; }
     static constexpr int beside(int rows) { return vectors_beside(rows); }
@@ -82,7 +82,7 @@ struct PairWords {
 // Tiles of ByteWords or PairWords.
 template <class Cells>
 struct WordTiles {
-    static constexpr int LEAST = Cells::LEAST;
+    static constexpr int LEAST_ROWS = Cells::LEAST_ROWS;
     static int64_t steps(const Weight& w) { return Cells::steps(w); }
     static constexpr int beside(int rows) { return Cells::beside(rows); }
 
@@ -193,12 +193,12 @@ struct FinishTile {
 };
 
 // `count` tiles of `height` rows.
-template <class Tiles, int V, int R = ROWS>
+template <class Tiles, int V, int R = MOST_TILE_ROWS>
 void equal_tiles(
     const Product& job, int64_t height, int64_t row, int64_t count, const uint8_t* columns, int64_t panel,
     int64_t first, AheadOfTiles ahead
 ) {
-    if constexpr (R > Tiles::LEAST) {
+    if constexpr (R > Tiles::LEAST_ROWS) {
         if (height < R) return equal_tiles<Tiles, V, R - 1>(job, height, row, count, columns, panel, first, ahead);
     }
     constexpr int W = std::min(Tiles::beside(R), V);
@@ -227,7 +227,8 @@ void row_tiles(
     const Product& job, int64_t begin, int64_t end, const uint8_t* columns, int64_t panel, int64_t first,
     const char* next
 ) {
-    const int64_t rows = end - begin, count = (rows + ROWS - 1) / ROWS, height = rows / count, higher = rows % count;
+    const int64_t rows = end - begin, count = (rows + MOST_TILE_ROWS - 1) / MOST_TILE_ROWS, height = rows / count,
+                  higher = rows % count;
     const int64_t steps = Tiles::steps(*job.weight);
     AheadOfTiles ahead;
     if (next && count > 1) {

@@ -318,13 +318,13 @@ void tile_of_numbers(
 template <int R>
 void tile_scaled(
     const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, void* unpacked,
-    bool first_rows, Ahead ahead, float* out
+    bool unpacks, Ahead ahead, float* out
 ) {
     const auto run = [&](auto kind, const auto* a, int64_t apart) {
         using Rows = decltype(kind);
-        if constexpr (R >= LEAST_OF_SEVERAL)
+        if constexpr (R >= LEAST_TILE_ROWS)
             if (auto* const numbers = static_cast<typename Rows::Element*>(unpacked)) {
-                if (first_rows) return tile_of_numbers<Rows, true, R>(a, apart, w, panel, inputs, numbers, ahead, out);
+                if (unpacks) return tile_of_numbers<Rows, true, R>(a, apart, w, panel, inputs, numbers, ahead, out);
                 constexpr int W = vectors_beside(R);
                 for (int64_t first = 0; first < 4; first += W)
                     tile_unpacked<R, W>(

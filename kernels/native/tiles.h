@@ -128,7 +128,7 @@ inline float* own_memory(int64_t floats) {
 // Whether the last call of this thread in this job was for the same panel. If so, the panel is still unpacked in its
 // memory: units of several blocks of rows of a panel follow each other. `panel`: -1 for a part of a panel, which is not
 // used again.
-bool is_unpacked(const Weight& w, int64_t panel) {
+bool unpacked_before(const Weight& w, int64_t panel) {
     struct Panel {
         uint64_t job;
         const void* weight;
@@ -283,7 +283,7 @@ inline void widen_rows(const uint16_t* a, int64_t lda, int64_t rows, int64_t cou
 template <int R, int V>
 void tile_bf16(
     const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, float* unpacked,
-    bool first_rows, Ahead ahead, float* sums
+    bool unpacks, Ahead ahead, float* sums
 ) {
     constexpr int W = vectors_beside(R) < V ? vectors_beside(R) : V;
     const uint16_t* b = static_cast<const uint16_t*>(w.data) + (panel * w.kpad + inputs.begin) * PANEL + first * 32;
@@ -295,7 +295,7 @@ void tile_bf16(
             const bool others = W < V && v == 0;
             const Ahead then = v ? Ahead{} : ahead;
             float* const kept = unpacked ? unpacked + offset + (first + v) * 16 : nullptr;
-            if (unpacked && !first_rows) {
+            if (unpacked && !unpacks) {
                 add_slice<R, W>(
                     rows, WIDENED, count, static_cast<const float*>(kept), !begin, others, then, sums + v * 16
                 );
