@@ -82,9 +82,9 @@ class CompactNumbers {
         for (int i = 0; i < 2; i++) exception_[i] = exceptions_[i].pair();
     }
 
-    // Prefetches as many lines as these inputs have, FETCHED bytes behind them.
+    // Prefetches as many lines as these inputs have, PREFETCH_BYTES bytes behind them.
     ALWAYS void fetch(int64_t input, int64_t count) const {
-        const auto* lines = reinterpret_cast<const char*>(lines_ + input / 2 * COMPACT_LINES * LINE) + FETCHED;
+        const auto* lines = reinterpret_cast<const char*>(lines_ + input / 2 * COMPACT_LINES * LINE) + PREFETCH_BYTES;
         for (int64_t i = 0; i < count / 2 * COMPACT_LINES; i++) fetch_line(lines + i * LINE);
     }
 
@@ -118,7 +118,7 @@ class CompactNumbers {
 template <class Rows, bool KEPT, int R, int FIRST, int V>
 __attribute__((noinline)) void tile_compact(
     const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, Inputs inputs,
-    typename Rows::Element* keep, Ahead ahead, float* sums
+    typename Rows::Element* keep, Prefetch ahead, float* sums
 ) {
     constexpr bool TOGETHER = KEPT && (R + 3) * V <= REGISTERS;
     const int64_t end = inputs.end / 2;
@@ -131,12 +131,12 @@ __attribute__((noinline)) void tile_compact(
     load_sums(!inputs.begin, sums, sum);
     alignas(64) uint16_t numbers[PAIR];
     while (i < end) {
-        const int64_t stop = std::min(end, i + STRIDE);
+        const int64_t stop = std::min(end, i + PREFETCH_STEPS);
         ahead.step();
         for (; i < stop; i++, lines += COMPACT_LINES * LINE, a += 2) {
             if constexpr (FIRST == 0)  // for the other vectors, too
                 for (int64_t line = 0; line < COMPACT_LINES; line += R <= 2 ? PREFETCHED_LINE_STEP : 1)
-                    fetch_line(reinterpret_cast<const char*>(lines) + FETCHED + line * LINE);
+                    fetch_line(reinterpret_cast<const char*>(lines) + PREFETCH_BYTES + line * LINE);
             const bool replaced = __builtin_expect(i == exception, 0);
             if (replaced) {
                 unrolled<V>([&](int v) ALWAYS {

@@ -91,7 +91,7 @@ inline ALWAYS void add_block(const int8_t* a, int64_t lda, const Column& column,
 template <int R, int V, bool ZEROS>
 __attribute__((noinline)) void add_unpacked_group(
     const int8_t* a, int64_t lda, int64_t count, const uint8_t* b, const int32_t* less, const Weight& w, int64_t scales,
-    bool from_zero, Ahead& ahead, float* out
+    bool from_zero, Prefetch& ahead, float* out
 ) {
     const int8_t* const a_end = a + count;
     Words sum[R][V];
@@ -111,7 +111,7 @@ __attribute__((noinline)) void add_unpacked_group(
     }
 #else
     while (a < a_end) {
-        const int8_t* const stop = ahead.step() ? std::min(a_end, a + 8 * STRIDE) : a_end;
+        const int8_t* const stop = ahead.step() ? std::min(a_end, a + 8 * PREFETCH_STEPS) : a_end;
         for (; a < stop; a += 4, b += UNPACKED_VECTORS * LINE) {
             Words column[V];
             unrolled<V>([&](int v) ALWAYS { column[v] = in_register(load_words(b + v * LINE)); });
@@ -126,17 +126,17 @@ __attribute__((noinline)) void add_unpacked_group(
 template <int R, int V, bool KEPT, bool ZEROS>
 __attribute__((noinline)) void add_packed_group(
     const int8_t* a, int64_t lda, int64_t count, const uint8_t* b, uint8_t* unpacked, int64_t first,
-    const int32_t* less, const Weight& w, int64_t scales, bool from_zero, Ahead& ahead, float* out
+    const int32_t* less, const Weight& w, int64_t scales, bool from_zero, Prefetch& ahead, float* out
 ) {
     const int64_t step = R <= 2 ? PREFETCHED_LINE_STEP * LINE : LINE;
     const int8_t* const a_end = a + count;
     Words sum[R][V];
     begin_group<R, V, ZEROS>(less, sum);
-    constexpr int64_t INPUTS = BYTE_DOTS ? 4 * STRIDE : SUMMED;  // at a time
+    constexpr int64_t INPUTS = BYTE_DOTS ? 4 * PREFETCH_STEPS : SUMMED;  // at a time
     for (; a < a_end; a += INPUTS) {
         ahead.step();
         const int64_t lines = first ? 0 : INPUTS * PANEL / 2;  // the first vectors' pass reads for the others
-        for (int64_t at = 0; at < lines; at += step) prefetch_far(b + at + FETCHED);
+        for (int64_t at = 0; at < lines; at += step) prefetch_far(b + at + PREFETCH_BYTES);
         const auto unpack = [&](int, Words(&column)[V]) ALWAYS {
             unpack_int4(b, first, column);
             b += 2 * PANEL;
@@ -145,7 +145,7 @@ __attribute__((noinline)) void add_packed_group(
             if constexpr (KEPT) unpacked += UNPACKED_VECTORS * LINE;
         };
 #if BYTE_DOTS
-        unrolled<STRIDE>([&](int i) ALWAYS {
+        unrolled<PREFETCH_STEPS>([&](int i) ALWAYS {
             Words column[V];
             unpack(i, column);
             add_bytes_of(a + 4 * i, lda, column, sum);
@@ -162,7 +162,7 @@ __attribute__((noinline)) void add_packed_group(
 template <int R>
 void tile_int4_bytes(
     const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, uint8_t* unpacked, bool unpacks,
-    Ahead ahead, float* out
+    Prefetch ahead, float* out
 ) {
     constexpr int V = bytes_beside(R);
     const int64_t groups = (w.k + w.group - 1) / w.group;
@@ -216,7 +216,7 @@ struct Int4Words {
     template <int R, int V, class Finish>
     static __attribute__((noinline)) void add(
         const Product& job, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first,
-        AheadOfTiles ahead, const Finish& finish
+        TilesPrefetch ahead, const Finish& finish
     ) {
         const Weight& w = *job.weight;
         const int64_t lda = 2 * job.lda, begin = panel * PANEL + first * 16, inputs = w.kpad, group = w.group,

@@ -56,13 +56,13 @@ int64_t summed_groups(const Weight& w);
 template <int R>
 void tile_scaled(
     const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, void* unpacked,
-    bool unpacks, Ahead ahead, float* out
+    bool unpacks, Prefetch ahead, float* out
 );
 
 // R rows, from row `row` on, times V vectors of a panel's outputs, from vector `first` on, for some of the inputs. They
 // are added to `sums` [R, PANEL], unless they are the first inputs. After the last inputs the outputs are stored.
 template <int R, int V>
-void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* sums) {
+void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs inputs, Prefetch ahead, float* sums) {
     const Weight& w = *job.weight;
     const int64_t begin = panel * PANEL + first * 16;
     const bool last = inputs.end == w.kpad;
@@ -95,7 +95,8 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs 
 // tile<rows, V>.
 template <int V, int R = 1>
 void tile_of(
-    int64_t rows, const Product& job, int64_t row, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* sums
+    int64_t rows, const Product& job, int64_t row, int64_t panel, int64_t first, Inputs inputs, Prefetch ahead,
+    float* sums
 ) {
     if constexpr (R < MOST_TILE_ROWS) {
         if (rows > R) return tile_of<V, R + 1>(rows, job, row, panel, first, inputs, ahead, sums);
@@ -176,7 +177,8 @@ void slice_tiles(
 ) {
     const Weight& w = *job.weight;
     const char* const stored = static_cast<const char*>(w.data) + panel * panel_bytes(w);
-    const int64_t tile_count = division.tile_count, inputs_each = (w.kind == INT8 || w.kind == INT4 ? 4 : 2) * STRIDE;
+    const int64_t tile_count = division.tile_count,
+                  inputs_each = (w.kind == INT8 || w.kind == INT4 ? 4 : 2) * PREFETCH_STEPS;
     alignas(64) float sums[MOST_SLICED_TILES * MOST_TILE_ROWS * PANEL];
     for (int64_t at = 0; at < w.kpad; at += division.length) {
         const Inputs inputs{at, std::min(at + division.length, w.kpad)};
@@ -187,7 +189,7 @@ void slice_tiles(
             job.unpacks = i == 0 && !already_unpacked;
             const int64_t from = begin + (end - begin) * i / tile_count,
                           to = begin + (end - begin) * (i + 1) / tile_count;
-            const Ahead ahead = ahead_of(i, tile_count, tile_count > 1 ? following : nullptr, bytes, steps);
+            const Prefetch ahead = prefetch_of(i, tile_count, tile_count > 1 ? following : nullptr, bytes, steps);
             float* const kept = sums + (division.sliced ? (from - begin) * PANEL : 0);
             if (count == 4) tile_of<4>(to - from, job, from, panel, first, inputs, ahead, kept);
             else if (count == 2) tile_of<2>(to - from, job, from, panel, first, inputs, ahead, kept);
@@ -219,7 +221,7 @@ void tiles(
     }
     const Division division(w, end - begin);
     Product job = product;
-    if (const int64_t size = unpacked_size(w, division)) job.unpacked = own_memory<0>(size);
+    if (const int64_t size = unpacked_size(w, division)) job.unpacked = thread_memory<Use::PANEL>(size);
     const bool already_unpacked = job.unpacked &&
                                   unpacked_before(w, division.length == w.kpad && count == 4 ? panel : -1);
     if (are_words(w, division)) word_tiles(job, division, already_unpacked, begin, end, panel, first, count, next);

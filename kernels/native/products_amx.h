@@ -123,7 +123,7 @@ void sliced_panels(
     const RowBlocks blocks{job, begin, end, w.operand == INT8};
     const int64_t groups = summed_groups(w), length = w.kpad * Dot::SIZE, size = blocks.count() * HEIGHT * PANEL;
     const int64_t each = panels_end - panel > 1 ? LONG_BYTES : length;
-    float* const sums = own_memory<1>(size * (panels_end - panel));
+    float* const sums = thread_memory<Use::ROWS_OR_SUMS>(size * (panels_end - panel));
     const auto stored = [&](int64_t p, int64_t at) {
         return static_cast<const char*>(w.data) + p * panel_bytes(w) + panel_bytes(w) * at / length;
     };

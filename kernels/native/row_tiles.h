@@ -21,11 +21,11 @@ namespace {
 
 // Memory that the last `tiles` of several tiles prefetch into the second-level cache: this many lines at each step,
 // which is a word of a row.
-struct AheadOfTiles {
+struct TilesPrefetch {
     const char* at = nullptr;
     int64_t tiles = 0, lines = 0;
     // The same for the last `count` tiles of these, after those before them.
-    AheadOfTiles last(int64_t count, int64_t steps) const {
+    TilesPrefetch last(int64_t count, int64_t steps) const {
         const int64_t later = std::min(count, tiles);
         return {at + (tiles - later) * lines * LINE * steps, later, lines};
     }
@@ -92,7 +92,7 @@ struct WordTiles {
     template <int R, int V, class Finish>
     static __attribute__((noinline)) void add(
         const Product& job, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first,
-        AheadOfTiles ahead, const Finish& finish
+        TilesPrefetch ahead, const Finish& finish
     ) {
         const int64_t lda = 2 * job.lda, begin = panel * PANEL + first * 16, bytes = 4 * Cells::steps(*job.weight);
         const char* a = static_cast<const char*>(job.a) + row * lda;
@@ -196,7 +196,7 @@ struct FinishTile {
 template <class Tiles, int V, int R = MOST_TILE_ROWS>
 void equal_tiles(
     const Product& job, int64_t height, int64_t row, int64_t count, const uint8_t* columns, int64_t panel,
-    int64_t first, AheadOfTiles ahead
+    int64_t first, TilesPrefetch ahead
 ) {
     if constexpr (R > Tiles::LEAST_ROWS) {
         if (height < R) return equal_tiles<Tiles, V, R - 1>(job, height, row, count, columns, panel, first, ahead);
@@ -210,7 +210,7 @@ void equal_tiles(
     } else {
         alignas(64) float sums[R * PANEL];
         for (int64_t left = count; left; left--, row += R) {
-            AheadOfTiles own;
+            TilesPrefetch own;
             if (left <= ahead.tiles) own = {ahead.last(left, Tiles::steps(*job.weight)).at, 1, ahead.lines};
             for (int v = 0; v < V; v += W, own = {}) {
                 const auto keep = [to = sums + v * 16](int64_t, const auto& each) ALWAYS { each(KeepSums<W>{to}); };
@@ -230,12 +230,12 @@ void row_tiles(
     const int64_t rows = end - begin, count = (rows + MOST_TILE_ROWS - 1) / MOST_TILE_ROWS, height = rows / count,
                   higher = rows % count;
     const int64_t steps = Tiles::steps(*job.weight);
-    AheadOfTiles ahead;
+    TilesPrefetch ahead;
     if (next && count > 1) {
-        const int64_t tiles = std::min(count, SPREAD);
+        const int64_t tiles = std::min(count, PREFETCHING_TILES);
         ahead = {next, tiles, (panel_bytes(*job.weight) / LINE + tiles * steps - 1) / (tiles * steps)};
     }
-    const AheadOfTiles last = ahead.last(count - higher, steps);
+    const TilesPrefetch last = ahead.last(count - higher, steps);
     if (higher)
         equal_tiles<Tiles, V>(
             job, height + 1, begin, higher, columns, panel, first, {ahead.at, ahead.tiles - last.tiles, ahead.lines}

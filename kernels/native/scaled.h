@@ -149,7 +149,7 @@ inline ALWAYS void add_chunk(
 template <class Rows, class Numbers, bool KEPT, int R, int V>
 __attribute__((noinline)) void tile_packed(
     const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs,
-    typename Rows::Element* keep, Ahead ahead, float* out
+    typename Rows::Element* keep, Prefetch ahead, float* out
 ) {
     const Numbers numbers;
     const int64_t step = Numbers::SPARSE && R <= 2 ? PREFETCHED_LINE_STEP * LINE : LINE;
@@ -169,7 +169,7 @@ __attribute__((noinline)) void tile_packed(
             ahead.step();
             const int64_t lines = first ? 0 : Numbers::BYTES * PANEL;  // the first vectors' pass reads for the others
             for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < lines; at += step)
-                prefetch_far(chunk + at + FETCHED);
+                prefetch_far(chunk + at + PREFETCH_BYTES);
             add_chunk<Rows, Numbers, KEPT>(numbers, group, a + i - inputs.begin, lda, chunk, first, keep, sum);
             if constexpr (KEPT) keep += CHUNK * PANEL;
         }
@@ -188,7 +188,7 @@ __attribute__((noinline)) void tile_packed(
 template <int R, int W, class T>
 __attribute__((noinline)) void tile_unpacked(
     const T* a, int64_t lda, const Weight& w, const T* unpacked, int64_t panel, int64_t first, Inputs inputs,
-    Ahead ahead, float* out
+    Prefetch ahead, float* out
 ) {
     const int64_t groups = summed_groups(w), width = groups > 1 ? w.group : w.kpad;
     const bool grouped = groups > 1;
@@ -232,11 +232,11 @@ class PackedNumbers {
         : w_(w), panel_(panel), data_(static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)),
           groups_((w.kpad + w.group - 1) / w.group), group_end_{input, input} {}
 
-    // Prefetches as many lines as CHUNK inputs have, FETCHED bytes behind them.
+    // Prefetches as many lines as CHUNK inputs have, PREFETCH_BYTES bytes behind them.
     ALWAYS void fetch(int64_t input, int64_t) const {
         const uint8_t* const chunk = Numbers::chunk(data_, input);
         for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < Numbers::BYTES * PANEL; at += LINE)
-            prefetch_far(chunk + at + FETCHED);
+            prefetch_far(chunk + at + PREFETCH_BYTES);
     }
 
     // Vectors [FIRST, FIRST + V) of CHUNK inputs, as [CHUNK / 2][16 V][2]. FIRST is 0 or 2.
@@ -286,11 +286,11 @@ void with_panel(const Weight& w, int64_t panel, int64_t input, const F& f) {
 template <class Rows, bool KEPT, int R, int FIRST, int END>
 void tiles_compact(
     const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, Inputs inputs,
-    typename Rows::Element* keep, Ahead ahead, float* out
+    typename Rows::Element* keep, Prefetch ahead, float* out
 ) {
     constexpr int V = std::min(VECTOR_REGISTERS > 1 && R > 2 ? 1 : vectors_beside(R), END - FIRST);
     tile_compact<Rows, KEPT, R, FIRST, V>(
-        a, lda, w, panel, inputs, keep, FIRST + V < END ? Ahead{} : ahead, out + FIRST * 16
+        a, lda, w, panel, inputs, keep, FIRST + V < END ? Prefetch{} : ahead, out + FIRST * 16
     );
     if constexpr (FIRST + V < END)
         tiles_compact<Rows, KEPT, R, FIRST + V, END>(a, lda, w, panel, inputs, keep, ahead, out);
@@ -300,7 +300,7 @@ void tiles_compact(
 template <class Rows, bool KEPT, int R>
 void tile_of_numbers(
     const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, Inputs inputs,
-    typename Rows::Element* keep, Ahead ahead, float* out
+    typename Rows::Element* keep, Prefetch ahead, float* out
 ) {
     if (w.kind == COMPACT_BF16) return tiles_compact<Rows, KEPT, R, 0, 4>(a, lda, w, panel, inputs, keep, ahead, out);
     with_numbers<std::is_same_v<typename Rows::Element, float>>(w, [&](auto type) {
@@ -308,7 +308,7 @@ void tile_of_numbers(
         constexpr int V = VECTOR_REGISTERS == 1 ? R <= 3 ? 4 : 2 : Numbers::FLOATS && R <= 2 ? 2 : 1;
         for (int64_t first = 0; first < 4; first += V)
             tile_packed<Rows, Numbers, KEPT, R, V>(
-                a, lda, w, panel, first, inputs, keep, first + V < 4 ? Ahead{} : ahead, out + first * 16
+                a, lda, w, panel, first, inputs, keep, first + V < 4 ? Prefetch{} : ahead, out + first * 16
             );
     });
 }
@@ -318,7 +318,7 @@ void tile_of_numbers(
 template <int R>
 void tile_scaled(
     const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, void* unpacked,
-    bool unpacks, Ahead ahead, float* out
+    bool unpacks, Prefetch ahead, float* out
 ) {
     const auto run = [&](auto kind, const auto* a, int64_t apart) {
         using Rows = decltype(kind);
@@ -328,7 +328,7 @@ void tile_scaled(
                 constexpr int W = vectors_beside(R);
                 for (int64_t first = 0; first < 4; first += W)
                     tile_unpacked<R, W>(
-                        a, apart, w, numbers, panel, first, inputs, first + W < 4 ? Ahead{} : ahead, out + first * 16
+                        a, apart, w, numbers, panel, first, inputs, first + W < 4 ? Prefetch{} : ahead, out + first * 16
                     );
                 return;
             }
@@ -341,7 +341,7 @@ void tile_scaled(
     const uint16_t* a = static_cast<const uint16_t*>(rows) + row * lda + inputs.begin;
     // rows a power of two apart would share lines of the cache
     const int64_t count = inputs.end - inputs.begin, apart = count + 16;
-    float* const widened = own_memory<1>(R * apart);
+    float* const widened = thread_memory<Use::ROWS_OR_SUMS>(R * apart);
     widen_rows(a, lda, R, count, widened, apart);
     run(PairsOfF32(), widened, apart);
 #endif

@@ -163,7 +163,8 @@ class SlicedProduct {
               : blocks.count() > 1 ? SLICE_BYTES
                                    : PIECE_BYTES
           ),
-          cells_(reinterpret_cast<char*>(own_memory<2>((slice_ + AMX_BYTES) * V * AMX_BYTES / 16))), sums_(sums) {
+          cells_(reinterpret_cast<char*>(thread_memory<Use::SLICE>((slice_ + AMX_BYTES) * V * AMX_BYTES / 16))),
+          sums_(sums) {
         Block::begin(blocks.tiles(0));
     }
     ~SlicedProduct() { release_tiles(); }

@@ -18,13 +18,13 @@
 
 namespace {
 
-constexpr int64_t LINE = 64;   // bytes that are read from memory together
-constexpr int64_t STRIDE = 4;  // steps through the inputs between two prefetches
-// Inputs of rows that are widened together: with 6 rows they stay in the first-level cache
-constexpr int64_t WIDENED = 512;
-// How far ahead a first pass over a panel of packed numbers prefetches, in bytes: 16 groups of nvfp4
-constexpr int64_t FETCHED = 9216;
-constexpr int64_t FETCHED_STEPS = 16;  // steps through the inputs that a first pass over a panel reads ahead
+constexpr int64_t LINE = 64;           // bytes of a cache line, and of a vector
+constexpr int64_t PREFETCH_STEPS = 4;  // steps through the inputs between two calls of Prefetch::step
+// Inputs of rows that are widened together: with 6 rows they stay in the first-level cache.
+constexpr int64_t WIDENED_INPUTS = 512;
+// How far ahead the first pass over a panel prefetches: of packed numbers, in bytes (16 groups of nvfp4); of others, in
+// steps through the inputs.
+constexpr int64_t PREFETCH_BYTES = 9216, NEAR_PREFETCH_STEPS = 16;
 
 inline Words broadcast_word(const void* p) {
     int32_t v;
@@ -36,14 +36,14 @@ inline Words broadcast_word(const void* p) {
 // those of all rows first and keep sums in memory.
 inline Words word_of_row(const void* p) { return BYTE_DOTS ? broadcast_word(p) : in_register(broadcast_word(p)); }
 
-// Memory that is needed next, prefetched into the second-level cache while the current panel is multiplied: some lines
-// every STRIDE steps of the inputs.
-struct Ahead {
+// Prefetches what is needed next into the second-level cache while the current panel is multiplied: some lines every
+// PREFETCH_STEPS steps of the inputs.
+struct Prefetch {
     const char *at = nullptr, *end = nullptr;
-    int64_t bytes = 0;
-    Ahead() = default;
-    Ahead(const char* at, const char* end, int64_t bytes) : at(at), end(end), bytes(bytes) {}
-    bool step() {  // whether there was something to read
+    int64_t bytes = 0;  // of each step
+    Prefetch() = default;
+    Prefetch(const char* at, const char* end, int64_t bytes) : at(at), end(end), bytes(bytes) {}
+    bool step() {  // whether there was something to prefetch
         if (at >= end) return false;
         const char* stop = std::min(at + bytes, end);
         for (; at < stop; at += LINE) prefetch_far(at);
@@ -51,16 +51,15 @@ struct Ahead {
     }
 };
 
-constexpr int64_t SPREAD = 4;  // tiles of rows over which reading the next panel is spread
+constexpr int64_t PREFETCHING_TILES = 4;  // the last tiles of rows, which prefetch the next panel
 
-// The part of `bytes` at `next` that tile `tile` of `pieces` prefetches: only the last tiles prefetch. `looks`: how
-// often a tile does it.
-Ahead ahead_of(int64_t tile, int64_t pieces, const char* next, int64_t bytes, int64_t looks) {
-    const int64_t spread = std::min(pieces, SPREAD), share = tile - (pieces - spread);
+// The part of `bytes` at `next` that tile `tile` of `tiles` prefetches. `steps`: how often the tile calls step().
+Prefetch prefetch_of(int64_t tile, int64_t tiles, const char* next, int64_t bytes, int64_t steps) {
+    const int64_t sharing = std::min(tiles, PREFETCHING_TILES), share = tile - (tiles - sharing);
     if (!next || share < 0) return {nullptr, nullptr, 0};
-    Ahead ahead{next + bytes * share / spread / LINE * LINE, next + bytes * (share + 1) / spread / LINE * LINE, 0};
-    ahead.bytes = (ahead.end - ahead.at + looks * LINE - 1) / (looks * LINE) * LINE;
-    return ahead;
+    Prefetch part{next + bytes * share / sharing / LINE * LINE, next + bytes * (share + 1) / sharing / LINE * LINE, 0};
+    part.bytes = (part.end - part.at + steps * LINE - 1) / (steps * LINE) * LINE;
+    return part;
 }
 
 // f(0), f(1) ... f(N - 1), each with a constant: what it indexes can stay in registers.
@@ -116,18 +115,19 @@ inline ALWAYS void store_sums(const Floats (&sum)[R][V], float* sums) {
         for (int v = 0; v < V; v++) store_floats(sums + r * PANEL + v * 16, sum[r][v]);
 }
 
-// A thread's memory, aligned to cache lines, for `floats` numbers: of a panel (WHICH 0), of rows or of sums (1), and of
-// a slice of a panel (2), in the form that they are multiplied in.
-template <int WHICH>
-inline float* own_memory(int64_t floats) {
+// A thread's memory for `floats` numbers, aligned to cache lines. Each use has its own: panels and slices of panels in
+// the form in which they are multiplied, and rows in that form or sums.
+enum class Use { PANEL, ROWS_OR_SUMS, SLICE };
+template <Use>
+inline float* thread_memory(int64_t floats) {
     static thread_local std::vector<float> memory;
     if (int64_t(memory.size()) < floats + 16) memory.resize(floats + 16);
     return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
 }
 
-// Whether the last call of this thread in this job was for the same panel. If so, the panel is still unpacked in its
-// memory: units of several blocks of rows of a panel follow each other. `panel`: -1 for a part of a panel, which is not
-// used again.
+// Whether the last call of this thread in this job was for the same panel. If so, the panel is still unpacked in
+// thread_memory<Use::PANEL>: units of several blocks of rows of a panel follow each other. `panel`: -1 for a part of a
+// panel, which is not used again.
 bool unpacked_before(const Weight& w, int64_t panel) {
     struct Panel {
         uint64_t job;
@@ -142,17 +142,17 @@ bool unpacked_before(const Weight& w, int64_t panel) {
     return same;
 }
 
-// R rows times 16 * W columns of a panel, [count][PANEL] float32, added to `sum`. `others`: vectors beside these
-// follow.
+// `count` inputs of R rows times W vectors of a panel, [count][PANEL] float32, added to `sum`. `others`: whether
+// further passes follow, for the panel's other vectors.
 template <int R, int W>
 inline ALWAYS void add_inputs(
-    const float* a, int64_t lda, int64_t count, const float* b, bool others, Ahead& ahead, Floats (&sum)[R][W]
+    const float* a, int64_t lda, int64_t count, const float* b, bool others, Prefetch& ahead, Floats (&sum)[R][W]
 ) {
     for (int64_t i = 0; i < count;) {
-        const int64_t stop = ahead.step() ? std::min(count, i + 2 * STRIDE) : count;
+        const int64_t stop = ahead.step() ? std::min(count, i + 2 * PREFETCH_STEPS) : count;
         for (; i < stop; i++, b += PANEL) {
-            if (others)  // their lines are read by the next passes
-                for (int v = 0; v < 4; v++) prefetch_near(b + 2 * FETCHED_STEPS * PANEL + v * 16);
+            if (others)  // also the lines that the next passes read
+                for (int v = 0; v < 4; v++) prefetch_near(b + 2 * NEAR_PREFETCH_STEPS * PANEL + v * 16);
             Floats column[W];
 #pragma GCC unroll 4
             for (int v = 0; v < W; v++) column[v] = in_register(load_floats(b + v * 16));
@@ -170,14 +170,14 @@ inline ALWAYS void add_inputs(
 // The same for pairs of bfloat16, [count / 2][PANEL][2].
 template <int R, int W>
 inline ALWAYS void add_inputs(
-    const uint16_t* a, int64_t lda, int64_t count, const uint16_t* b, bool others, Ahead& ahead, Floats (&sum)[R][W]
+    const uint16_t* a, int64_t lda, int64_t count, const uint16_t* b, bool others, Prefetch& ahead, Floats (&sum)[R][W]
 ) {
     const uint16_t* const a_end = a + count;
     while (a < a_end) {
-        const uint16_t* const stop = ahead.step() ? std::min(a_end, a + 2 * STRIDE) : a_end;
+        const uint16_t* const stop = ahead.step() ? std::min(a_end, a + 2 * PREFETCH_STEPS) : a_end;
         for (; a < stop; a += 2, b += 2 * PANEL) {
-            if (VECTOR_REGISTERS > 1 && others)  // their lines are read by the next passes
-                for (int v = 0; v < 4; v++) prefetch_near(b + FETCHED_STEPS * 2 * PANEL + v * 32);
+            if (VECTOR_REGISTERS > 1 && others)  // also the lines that the next passes read
+                for (int v = 0; v < 4; v++) prefetch_near(b + NEAR_PREFETCH_STEPS * 2 * PANEL + v * 32);
             Words column[W];
 #pragma GCC unroll 4
             for (int v = 0; v < W; v++) column[v] = in_register(load_words(b + v * 32));
@@ -196,7 +196,7 @@ inline ALWAYS void add_inputs(
 // the registers.
 template <int R, int W, class T>
 __attribute__((noinline)) void add_slice(
-    const T* a, int64_t lda, int64_t count, const T* b, bool from_zero, bool others, Ahead ahead, float* sums
+    const T* a, int64_t lda, int64_t count, const T* b, bool from_zero, bool others, Prefetch ahead, float* sums
 ) {
     Floats sum[R][W];
     load_sums(from_zero, sums, sum);
@@ -204,30 +204,32 @@ __attribute__((noinline)) void add_slice(
     store_sums(sum, sums);
 }
 
-// Tiles of bfloat16 weights: R rows times 16 * V columns, from column 16 * first of a panel, for as many vectors at a
-// time as there are registers for. Sums begin with the first inputs.
+// Tiles of bfloat16 weights: R rows times V vectors of a panel, from vector `first` on, as many at a time as there are
+// registers for. Sums begin with the first inputs.
 #if PAIR_PRODUCTS
 template <int R, int V>
 void tile_bf16(
     const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, float*, bool,
-    Ahead ahead, float* sums
+    Prefetch ahead, float* sums
 ) {
     constexpr int W = vectors_beside(R) < V ? vectors_beside(R) : V;
     const uint16_t* b = static_cast<const uint16_t*>(w.data) + (panel * w.kpad + inputs.begin) * PANEL + first * 32;
     for (int v = 0; v < V; v += W)
         add_slice<R, W>(
             a + inputs.begin, lda, inputs.end - inputs.begin, b + v * 32, !inputs.begin, W < V && v == 0,
-            v ? Ahead{} : ahead, sums + v * 16
+            v ? Prefetch{} : ahead, sums + v * 16
         );
 }
 #elif !AMX_TILES
-// Without instructions for bfloat16, numbers are widened to float32. A row's numbers are widened once for some inputs.
-// A panel's are widened in registers by the first tile of rows, which stores them if others follow.
+// Without instructions for bfloat16, numbers are widened to float32: those of rows for WIDENED_INPUTS inputs at a time,
+// and those of a panel in registers by the first tile of rows, which stores them if other tiles follow.
+
+// One input of R rows, `rows` [R, WIDENED_INPUTS], times W vectors.
 template <int R, int W>
 inline ALWAYS void add_column(const float* rows, int64_t input, const Floats (&column)[W], Floats (&sum)[R][W]) {
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
-        const Floats x = in_register(splat(rows[r * WIDENED + input]));
+        const Floats x = in_register(splat(rows[r * WIDENED_INPUTS + input]));
 #pragma GCC unroll 4
         for (int v = 0; v < W; v++) sum[r][v] = fmadd(x, column[v], sum[r][v]);
     }
@@ -239,25 +241,26 @@ inline ALWAYS void keep_column(const Floats (&column)[W], float* keep) {
     for (int v = 0; v < W; v++) store_floats(keep + v * 16, column[v]);
 }
 
-// `rows`: [R, WIDENED] float32. KEPT: stores the columns as float32 in `keep`, [count][PANEL].
+// `count` inputs of R rows, `rows` [R, WIDENED_INPUTS], times W vectors of a panel of bfloat16, at `b`. KEPT: stores
+// the vectors as float32 in `keep`, [count][PANEL].
 template <int R, int W, bool KEPT>
 __attribute__((noinline)) void add_widened(
-    const float* rows, int64_t count, const uint16_t* b, bool from_zero, bool others, float* keep, Ahead ahead,
+    const float* rows, int64_t count, const uint16_t* b, bool from_zero, bool others, float* keep, Prefetch ahead,
     float* sums
 ) {
     Floats sum[R][W];
     load_sums(from_zero, sums, sum);
     for (int64_t i = 0; i < count;) {
-        const int64_t stop = ahead.step() ? std::min(count, i + 2 * STRIDE) : count;
+        const int64_t stop = ahead.step() ? std::min(count, i + 2 * PREFETCH_STEPS) : count;
         for (; i < stop; i += 2, b += 2 * PANEL) {
-            if (others)  // their lines are read by the next passes
-                for (int v = 0; v < 4; v++) prefetch_near(b + FETCHED_STEPS * 2 * PANEL + v * 32);
+            if (others)  // also the lines that the next passes read
+                for (int v = 0; v < 4; v++) prefetch_near(b + NEAR_PREFETCH_STEPS * 2 * PANEL + v * 32);
             Floats column[W];
 #pragma GCC unroll 4
             for (int v = 0; v < W; v++) column[v] = as_floats(shift_left32<16>(load_words(b + v * 32)));
             if constexpr (KEPT) keep_column(column, keep);
             add_column(rows, i, column, sum);
-            const uint16_t* again = b;  // loaded twice: there is no register to keep both inputs in
+            const uint16_t* again = b;  // each word is loaded twice: no register is left to keep it in
             asm("" : "+r"(again));
 #pragma GCC unroll 4
             for (int v = 0; v < W; v++)
@@ -283,21 +286,21 @@ inline void widen_rows(const uint16_t* a, int64_t lda, int64_t rows, int64_t cou
 template <int R, int V>
 void tile_bf16(
     const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, float* unpacked,
-    bool unpacks, Ahead ahead, float* sums
+    bool unpacks, Prefetch ahead, float* sums
 ) {
     constexpr int W = vectors_beside(R) < V ? vectors_beside(R) : V;
     const uint16_t* b = static_cast<const uint16_t*>(w.data) + (panel * w.kpad + inputs.begin) * PANEL + first * 32;
-    alignas(64) float rows[R * WIDENED];
-    for (int64_t begin = inputs.begin; begin < inputs.end; begin += WIDENED) {
-        const int64_t count = std::min(WIDENED, inputs.end - begin), offset = (begin - inputs.begin) * PANEL;
-        widen_rows(a + begin, lda, R, count, rows, WIDENED);
+    alignas(64) float rows[R * WIDENED_INPUTS];
+    for (int64_t begin = inputs.begin; begin < inputs.end; begin += WIDENED_INPUTS) {
+        const int64_t count = std::min(WIDENED_INPUTS, inputs.end - begin), offset = (begin - inputs.begin) * PANEL;
+        widen_rows(a + begin, lda, R, count, rows, WIDENED_INPUTS);
         for (int v = 0; v < V; v += W) {
             const bool others = W < V && v == 0;
-            const Ahead then = v ? Ahead{} : ahead;
+            const Prefetch then = v ? Prefetch{} : ahead;
             float* const kept = unpacked ? unpacked + offset + (first + v) * 16 : nullptr;
             if (unpacked && !unpacks) {
                 add_slice<R, W>(
-                    rows, WIDENED, count, static_cast<const float*>(kept), !begin, others, then, sums + v * 16
+                    rows, WIDENED_INPUTS, count, static_cast<const float*>(kept), !begin, others, then, sums + v * 16
                 );
             } else {
                 const auto add = unpacked ? add_widened<R, W, true> : add_widened<R, W, false>;
@@ -309,8 +312,8 @@ void tile_bf16(
 }
 #endif
 
-// Between a loop and the use of its sums: without it, GCC would store each sum in every iteration, or before and after
-// the loop.
+// To be called between a loop and the use of its sums. Otherwise GCC would store each sum in every iteration, or before
+// and after the loop.
 template <class T, int R, int V>
 inline ALWAYS void in_registers(T (&sum)[R][V]) {
     unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = in_register(sum[r][v]); }); });
@@ -325,14 +328,14 @@ inline ALWAYS void add_bytes_of(const int8_t* a, int64_t lda, const Words (&colu
     });
 }
 
-// Products of unsigned 1-byte integers with 2-byte integers. A sum is that of the products with a row's numbers
-// (INTEGER_HALVES), or those with its lows and its highs.
-constexpr int PARTS = INTEGER_HALVES ? 1 : 2;
+// Products of a panel's unsigned bytes with a row's integers of 16 bits. The row has one sum for each output
+// (INTEGER_HALVES), or two: of the products with its lows, and with its highs.
+constexpr int ROW_PARTS = INTEGER_HALVES ? 1 : 2;
 
 // R rows times four inputs of V vectors of outputs.
 template <int R, int V>
 inline ALWAYS void add_products(
-    const int8_t* a, int64_t lda, int64_t highs, const Words (&column)[V], Words (&sum)[V][R][PARTS]
+    const int8_t* a, int64_t lda, int64_t highs, const Words (&column)[V], Words (&sum)[V][R][ROW_PARTS]
 ) {
 #if !BYTE_DOTS && !AMX_TILES
     Words even[V], odd[V];
@@ -351,18 +354,18 @@ inline ALWAYS void add_products(
 #endif
 }
 
-// Sums of R rows begin with the corrections for the weights' offset, which are stored after the rows. A sum that leaves
-// 32 bits on the way is right in the end, because both wrap around.
+// Sums of R rows begin with the corrections for the weights' offset, which are stored after the rows (make_integers).
+// An overflow on the way does no harm, because sums and corrections wrap around.
 template <int R, int V>
-inline ALWAYS void begin_sums(const int8_t* behind, int64_t lda, Words (&sum)[V][R][PARTS]) {
+inline ALWAYS void begin_sums(const int8_t* corrections, int64_t lda, Words (&sum)[V][R][ROW_PARTS]) {
     unrolled<R>([&](int r) ALWAYS {
-        const Words lows = broadcast_word(behind + r * lda), highs = broadcast_word(behind + r * lda + 4);
-        const Words parts[2] = {PARTS == 2 ? lows : add32(lows, shift_left32<8>(highs)), highs};
-        unrolled<V * PARTS>([&](int i) ALWAYS { sum[i / PARTS][r][i % PARTS] = parts[i % PARTS]; });
+        const Words lows = broadcast_word(corrections + r * lda), highs = broadcast_word(corrections + r * lda + 4);
+        const Words parts[2] = {ROW_PARTS == 2 ? lows : add32(lows, shift_left32<8>(highs)), highs};
+        unrolled<V * ROW_PARTS>([&](int i) ALWAYS { sum[i / ROW_PARTS][r][i % ROW_PARTS] = parts[i % ROW_PARTS]; });
     });
 }
 
-// A sum of many products: 65,536 high + low.
+// A sum of many products that may need more than 32 bits: 65,536 high + low.
 struct LongSum {
     Words low, high;
     // 256 highs + lows.
@@ -372,8 +375,8 @@ struct LongSum {
             add32(shift_right32<16>(lows), shift_right32<8>(highs))
         };
     }
-    static inline ALWAYS LongSum of(const Words (&sum)[PARTS]) {
-        if constexpr (PARTS == 2) return of(sum[0], sum[1]);
+    static inline ALWAYS LongSum of(const Words (&sum)[ROW_PARTS]) {
+        if constexpr (ROW_PARTS == 2) return of(sum[0], sum[1]);
         else return {sum[0] & splat_word(0xffff), shift_right32<16>(sum[0])};
     }
     inline ALWAYS void add(LongSum other) { low = add32(low, other.low), high = add32(high, other.high); }
@@ -385,26 +388,26 @@ struct LongSum {
     }
 };
 
-// Inputs whose products are summed in 32 bits: 255 x 32,639 each (INTEGER_HALVES). Sums of lows and of highs fit for
-// all inputs of a row.
-constexpr int64_t SUMMED_HALVES = 256;
+// Inputs whose products are summed in 32 bits, with INTEGER_HALVES: a product is at most 255 x 32,639. Otherwise the
+// sums of lows and of highs fit for all inputs of a row.
+constexpr int64_t SUMMED_INPUTS = 256;
 
-// Products of some inputs with V vectors of a panel, from `b` on, are added to `total`. `behind`: the corrections after
-// the rows.
+// Adds the products of some inputs of R rows with V vectors of a panel, from `b` on, to `total`. `corrections`: those
+// of the first row.
 template <int R, int V>
 __attribute__((noinline)) void add_int8(
-    const int8_t* a, int64_t lda, int64_t highs, int64_t inputs, const int8_t* behind, const uint8_t* b, Ahead& ahead,
-    LongSum (&total)[V][R]
+    const int8_t* a, int64_t lda, int64_t highs, int64_t inputs, const int8_t* corrections, const uint8_t* b,
+    Prefetch& ahead, LongSum (&total)[V][R]
 ) {
     const int8_t* const a_end = a + inputs / 4 * FOUR_INPUTS;
-    Words sum[V][R][PARTS];
-    if constexpr (PARTS == 2 && !SIGNED_DOTS) begin_sums<R, V>(behind, lda, sum);
+    Words sum[V][R][ROW_PARTS];
+    if constexpr (ROW_PARTS == 2 && !SIGNED_DOTS) begin_sums<R, V>(corrections, lda, sum);
     else
         unrolled<V>([&](int v) ALWAYS {
-            unrolled<R * PARTS>([&](int i) ALWAYS { sum[v][i / PARTS][i % PARTS] = zero_words(); });
+            unrolled<R * ROW_PARTS>([&](int i) ALWAYS { sum[v][i / ROW_PARTS][i % ROW_PARTS] = zero_words(); });
         });
     while (a < a_end) {
-        const int8_t* const stop = ahead.step() ? std::min(a_end, a + FOUR_INPUTS * STRIDE) : a_end;
+        const int8_t* const stop = ahead.step() ? std::min(a_end, a + FOUR_INPUTS * PREFETCH_STEPS) : a_end;
         for (; a < stop; a += FOUR_INPUTS, b += 4 * PANEL) {
             Words column[V];
             unrolled<V>([&](int v) ALWAYS { column[v] = in_register(without_offset(load_words(b + v * 64))); });
@@ -415,26 +418,26 @@ __attribute__((noinline)) void add_int8(
     unrolled<V>([&](int v) ALWAYS { unrolled<R>([&](int r) ALWAYS { total[v][r].add(LongSum::of(sum[v][r])); }); });
 }
 
-// From column 16 * first on.
+// R rows times V vectors of an int8 panel, from vector `first` on. Outputs are stored in `out` [R, PANEL].
 template <int R, int V>
 void tile_int8(
-    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int64_t first, Ahead ahead,
+    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int64_t first, Prefetch ahead,
     float* out
 ) {
     constexpr int W = integers_beside(R) < V ? integers_beside(R) : V;
-    const int64_t each = INTEGER_HALVES ? SUMMED_HALVES : w.kpad;
+    const int64_t each = INTEGER_HALVES ? SUMMED_INPUTS : w.kpad;
     const uint8_t* const columns = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL + first * 64;
-    const int8_t* const behind = a + 2 * w.kpad;
+    const int8_t* const corrections = a + 2 * w.kpad;
     for (int v = 0; v < V; v += W, ahead = {}) {
         LongSum total[W][R];
         for (int r = 0; r < R; r++) {
-            const int8_t* const own = behind + r * lda;
-            const LongSum offset = LongSum::of(broadcast_word(own), broadcast_word(own + 4));
+            const int8_t* const correction = corrections + r * lda;
+            const LongSum offset = LongSum::of(broadcast_word(correction), broadcast_word(correction + 4));
             for (int i = 0; i < W; i++) total[i][r] = INTEGER_HALVES ? offset : LongSum{zero_words(), zero_words()};
         }
         for (int64_t at = 0; at < w.kpad; at += each)
             add_int8<R, W>(
-                a + at / 4 * FOUR_INPUTS, lda, highs_at(w.kpad), std::min(each, w.kpad - at), behind,
+                a + at / 4 * FOUR_INPUTS, lda, highs_at(w.kpad), std::min(each, w.kpad - at), corrections,
                 columns + at * PANEL + v * 64, ahead, total
             );
         for (int i = 0; i < W; i++) {
@@ -446,7 +449,7 @@ void tile_int8(
 }
 
 // Four inputs of vectors [first, first + V) of an int4 panel, as bytes of 0 to 15. A byte of the panel holds the same
-// input of columns 0..31 (low half) and 32..63 (high half).
+// input of an output of [0, 32) in its lower half, and of the output 32 further in its upper half.
 template <int V>
 inline ALWAYS void unpack_int4(const uint8_t* b, int64_t first, Words (&column)[V]) {
     const Words low = splat_byte(15);
@@ -461,27 +464,29 @@ inline ALWAYS void unpack_int4(const uint8_t* b, int64_t first, Words (&column)[
     }
 }
 
-inline ALWAYS Floats group_sum(const Words (&sum)[PARTS]) {
-    return to_floats(PARTS == 2 ? add32(sum[0], shift_left32<8>(sum[PARTS - 1])) : sum[0]);
+inline ALWAYS Floats group_sum(const Words (&sum)[ROW_PARTS]) {
+    return to_floats(ROW_PARTS == 2 ? add32(sum[0], shift_left32<8>(sum[ROW_PARTS - 1])) : sum[0]);
 }
 
-// Vectors [first, first + V) of a panel.
+// R rows of integers of 16 bits times vectors [first, first + V) of an int4 panel. Outputs are stored in `out` [R,
+// PANEL].
 template <int R, int V>
 __attribute__((noinline)) void add_int4(
-    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int first, Ahead ahead,
+    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int first, Prefetch ahead,
     float* out
 ) {
     const int64_t groups = w.kpad / GROUP, highs = highs_at(w.kpad);
     const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL / 2;
-    const int8_t* behind = a + 2 * w.kpad;
+    const int8_t* corrections = a + 2 * w.kpad;
     Floats total[V][R];
     unrolled<V>([&](int v) ALWAYS { unrolled<R>([&](int r) ALWAYS { total[v][r] = zero(); }); });
-    for (int64_t g = 0; g < groups; g++, behind += 8) {
-        Words sum[V][R][PARTS];
-        begin_sums<R, V>(behind, lda, sum);
+    for (int64_t g = 0; g < groups; g++, corrections += 8) {
+        Words sum[V][R][ROW_PARTS];
+        begin_sums<R, V>(corrections, lda, sum);
         for (const int8_t* const a_end = a + GROUP / 4 * FOUR_INPUTS; a < a_end;) {
             ahead.step();
-            for (const int8_t* const stop = a + FOUR_INPUTS * STRIDE; a < stop; a += FOUR_INPUTS, b += 2 * PANEL) {
+            for (const int8_t* const stop = a + FOUR_INPUTS * PREFETCH_STEPS; a < stop;
+                 a += FOUR_INPUTS, b += 2 * PANEL) {
                 Words column[V];
                 unpack_int4(b, first, column);
                 add_products<R, V>(a, lda, highs, column, sum);
@@ -499,18 +504,18 @@ __attribute__((noinline)) void add_int4(
 
 template <int R>
 void tile_int4(
-    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, Ahead ahead, float* out
+    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, Prefetch ahead, float* out
 ) {
     constexpr int W = VECTOR_REGISTERS == 1 ? 4 : 1;
-    for (int v = 0; v < 4; v += W) add_int4<R, W>(a, lda, scales, w, panel, v, v ? Ahead{} : ahead, out + v * 16);
+    for (int v = 0; v < 4; v += W) add_int4<R, W>(a, lda, scales, w, panel, v, v ? Prefetch{} : ahead, out + v * 16);
 }
 
-// The scales of a group's 16 outputs.
+// The scales of 16 outputs of a group. `at`: of the first one in Weight::scale or bf16_scale.
 inline Floats group_scales(const Weight& w, int64_t at) {
     return w.bf16_scale ? load_bf16(w.bf16_scale + at) : load_floats(w.scale + at);
 }
 
-// float32 weights stay in rows: columns of a panel are dot products, some at a time.
+// float32 weights stay in rows, [n, k]: outputs are dot products, some at a time.
 template <int R>
 void tile_f32(const float* a, int64_t lda, const Weight& w, int64_t panel, float* out) {
     const float* data = static_cast<const float*>(w.data);
