@@ -62,7 +62,8 @@ class PanelOfRows {
         const bool halves = job.kind == INT4 || job.kind == UINT4 || job.kind == NVFP4;
         bytes_ = job.kind == BF16 ? 2 * job.k : halves ? (job.k + 1) / 2 : job.k;
         words_ = job.kind == BF16 ? job.kpad / 2 : halves ? job.kpad / 8 : job.kpad / 4;
-        out_ += (panel - job.begin) * (job.kind == NVFP4 ? job.kpad / 16 * 9 * PANEL : words_ * PANEL * 4);
+        out_ += (panel - job.begin) *
+                (job.kind == NVFP4 ? job.kpad / NVFP4_GROUP * NVFP4_GROUP_BYTES : words_ * PANEL * 4);
         for (int64_t r = 0; r < PANEL; r++) {
             const int64_t output = panel * PANEL + r, row = output >= job.n ? -1
                                                             : job.order     ? job.order[output]
@@ -148,7 +149,7 @@ class PanelOfRows {
     void put_nvfp4(int64_t begin, int64_t count) {
         static const ScaleBytes bytes;
         for (int64_t i = 0; i < count; i += 2) {
-            uint8_t* const to = out_ + (begin + i) / 2 * 9 * PANEL;
+            uint8_t* const to = out_ + (begin + i) / 2 * NVFP4_GROUP_BYTES;
             for (int64_t r = 0; r < PANEL; r++) {
                 const uint8_t scale = scales_[r] ? scales_[r][(begin + i) / 2] : 0;
                 has_nan_ = has_nan_ || (scale & 127) == 127;
@@ -157,8 +158,8 @@ class PanelOfRows {
                 for (uint32_t* word = moved_[r] + i; word < moved_[r] + i + 2; word++)
                     *word = scale ? to_bytes(*word & 0xffff) | to_bytes(*word >> 16) << 4 : 0;
             }
-            put_in_pairs(i, to + PANEL);
-            put_in_pairs(i + 1, to + 5 * PANEL);
+            put_in_pairs(i, to + PANEL);  // after the scales, 4 bytes of each output
+            put_in_pairs(i + 1, to + PANEL + 4 * PANEL);
         }
     }
 

@@ -18,7 +18,6 @@
 namespace {
 
 constexpr int64_t CHUNK = 8;         // inputs that are unpacked together
-constexpr int64_t E4M3_GROUP = 16;   // inputs that share a scale in nvfp4
 constexpr int LARGEST_EXPONENT = 8;  // of e4m3
 
 // The bits of `value` as a bfloat16, which must represent it exactly.
@@ -42,8 +41,8 @@ struct ByteTables {
     Words low(Words index) const { return lookup_bytes(lower, index); }
 };
 
-// Where the numbers of a panel lie. BYTES: bytes of a chunk for one output. SPARSE: whether one line in four is
-// prefetched for one or two rows, because the processor's own prefetchers follow the others.
+// Where the numbers of a panel are: chunk(panel, i), those of CHUNK inputs from `i` on. BYTES: bytes of a chunk for one
+// output. SPARSE: whether products of one or two rows prefetch only one line in PREFETCHED_LINE_STEP.
 struct Fp8Panel {
     static constexpr int64_t KIND = FP8, BYTES = 8;
     static constexpr bool SPARSE = true;
@@ -53,8 +52,9 @@ struct Nvfp4Panel {
     static constexpr int64_t KIND = NVFP4, BYTES = 4;
     static constexpr bool SPARSE = false;
     static const uint8_t* chunk(const uint8_t* panel, int64_t i) {
-        return panel + i / E4M3_GROUP * (E4M3_GROUP / 2 + 1) * PANEL + PANEL + i % E4M3_GROUP * (PANEL / 2);
+        return panel + i / NVFP4_GROUP * NVFP4_GROUP_BYTES + PANEL + i % NVFP4_GROUP * (PANEL / 2);
     }
+    // The scales of the group that begins with `input`.
     static const uint8_t* scales_at(const uint8_t* panel, int64_t input) { return chunk(panel, input) - PANEL; }
 };
 struct Uint4Panel {
@@ -63,8 +63,11 @@ struct Uint4Panel {
     static const uint8_t* chunk(const uint8_t* panel, int64_t i) { return panel + i * (PANEL / 2); }
 };
 
-// Unpackers, one for each kind. begin() prepares the scales or zero points of a group for 16 outputs; unpack() returns
-// two vectors of pairs: half a chunk of inputs for 16 outputs.
+// Unpackers, one for each kind.
+//
+// begin(weight, panel's bytes, index of the group's scales, first input, vector) prepares the scales or zero points of
+// a group for the 16 outputs of a vector. unpack(from, half, group, words) returns two vectors of pairs of bfloat16:
+// half a chunk of inputs for 16 outputs.
 
 // e4m3 bytes. NaN is rejected when the weight is packed.
 struct Fp8 : Fp8Panel {

@@ -17,16 +17,18 @@
 
 namespace {
 
-constexpr int64_t PANEL = 64;  // columns of a packed weight that lie together
-// Inputs that share a scale in int4, unless a weight says otherwise; int4 is padded to them
+constexpr int64_t PANEL = 64;  // outputs of a packed weight that are stored together
+// Inputs that share a scale in int4 with rows of 16 bits. int4 is padded to them.
 constexpr int64_t GROUP = 128;
 constexpr int64_t SUMMED = 32;  // inputs of a row of SUMMED_BYTES whose sum is stored
+// nvfp4: inputs that share an e4m3 scale; bytes of these in a panel: a scale for each output, and halves of bytes.
+constexpr int64_t NVFP4_GROUP = 16, NVFP4_GROUP_BYTES = PANEL + NVFP4_GROUP / 2 * PANEL;
 
-// Without instructions for products of bytes, rows of integers of 16 bits are multiplied by widened weights. They are
-// stored, for each 4 inputs, as the first and the third, then the second and the fourth.
+// How rows of integers of 16 bits are stored. Without instructions for products of bytes they are multiplied as they
+// are, by widened weights: for each 4 inputs the first and the third, then the second and the fourth.
 constexpr bool INTEGER_HALVES = !BYTE_DOTS && !AMX_TILES;
-// Otherwise they are pairs of signed bytes: for each 4 inputs the 4 lows, then the 4 highs, or, where tiles multiply
-// them, all lows of a row, then all highs.
+// Otherwise each is two signed bytes, 256 high + low: for each 4 inputs the 4 lows, then the 4 highs, or, where tiles
+// of AMX multiply them, all lows of a row, then all highs.
 constexpr bool BYTE_PLANES = AMX_TILES;
 constexpr int64_t FOUR_INPUTS = BYTE_PLANES ? 4 : 8;  // bytes from the lows of 4 inputs to those of the next
 // bytes from the lows of 4 inputs to their highs
@@ -42,7 +44,7 @@ inline int64_t panels_of(const Weight& w) { return (w.n + PANEL - 1) / PANEL; }
 
 inline int64_t panel_bytes(const Weight& w) {
     if (w.kind == COMPACT_BF16) return w.kpad * PANEL * 3 / 2;
-    if (w.kind == NVFP4) return w.kpad / 16 * 9 * PANEL;  // numbers of half a byte, and a byte for each 16 of them
+    if (w.kind == NVFP4) return w.kpad / NVFP4_GROUP * NVFP4_GROUP_BYTES;
     return w.kpad * PANEL * 2 / (w.kind == BF16 ? 1 : w.kind == INT8 || w.kind == FP8 ? 2 : 4);
 }
 

@@ -72,10 +72,10 @@ class PackedRow {
     void read_nvfp4(float* to) const {
         static constexpr float sizes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
         const float outer = w_.outer[panel_ * PANEL + r_];
-        for (int64_t begin = 0; begin < w_.k; begin += 16) {
-            const uint8_t *block = data_ + begin / 16 * 9 * PANEL, byte = block[r_];
+        for (int64_t begin = 0; begin < w_.k; begin += NVFP4_GROUP) {
+            const uint8_t *block = data_ + begin / NVFP4_GROUP * NVFP4_GROUP_BYTES, byte = block[r_];
             const float scale = scales_.of[byte];
-            for (int64_t j = 0; j < 16; j++) {
+            for (int64_t j = 0; j < NVFP4_GROUP; j++) {
                 const uint8_t two = block[PANEL + j / 8 * 4 * PANEL + in_pairs(j % 4)],
                               code = j & 4 ? two >> 4 : two & 15;
                 to[begin + j] = (code & 8 ? -sizes[code & 7] : sizes[code]) * scale * outer;
