@@ -37,9 +37,9 @@ struct Product {
     bool unpacks = false;  // whether the current tile is to fill `unpacked`, rather than to read it
 };
 
-// Where V vectors of a tile's rows are stored or added, from row `row` and output `first` on. Not WHOLE: the last lanes
-// may not be outputs. The sums of a row are read before it is written: a store may wait for its cache line, and later
-// reads would wait with it.
+// Stores V vectors of a tile's rows, or adds them to what is stored, from row `row` and output `first` on. Not WHOLE:
+// the last lanes may not be outputs. A row's old numbers are all read before any is written, because a store may wait
+// for its cache line, and later reads would wait with it.
 template <int64_t STORED, int V, bool WHOLE>
 struct Stored {
     using Number = std::conditional_t<STORED == STORE_BF16, uint16_t, float>;
@@ -58,9 +58,9 @@ struct Stored {
     inline ALWAYS void operator()(int r, Floats (&y)[V]) const {
         Number* const place = to + r * ldo;
         if constexpr (STORED == ADD) {
-            const Floats all = splat(row_scale ? scale * row_scale[r] : scale);
+            const Floats factor = splat(row_scale ? scale * row_scale[r] : scale);
             unrolled<V>([&](int v) ALWAYS {
-                y[v] = fmadd(y[v], all, WHOLE ? load_all(place + v * 16) : load16(place + v * 16, m[v]));
+                y[v] = fmadd(y[v], factor, WHOLE ? load_all(place + v * 16) : load16(place + v * 16, m[v]));
             });
         }
         unrolled<V>([&](int v) ALWAYS {
@@ -82,8 +82,8 @@ void finish(const Product& job, const float* sums, int64_t row, int64_t rows, in
         for (int v = 0; v < V; v++) sum[v] = load_floats(sums + v * 16);
         if (w.bias)
             for (int v = 0; v < V; v++) {
-                const Mask there = first_lanes(std::max<int64_t>(0, w.n - begin - v * 16));
-                sum[v] = sum[v] + load16(w.bias + begin + v * 16, there);
+                const Mask outputs = first_lanes(std::max<int64_t>(0, w.n - begin - v * 16));
+                sum[v] = sum[v] + load16(w.bias + begin + v * 16, outputs);
             }
         for (int v = 0; v < OUT; v++) y[v] = sum[GATED ? 2 * v : v];
         activate(y, job.activation);
@@ -112,9 +112,8 @@ void finish(const Product& job, const float* sums, int64_t row, int64_t rows, in
     else finish<STORE, V>(job, sums, row, rows, begin);
 }
 
-// Prefetches the memory that a tile's outputs are stored in or added to, so that it is there when the sums are
-// complete. Stores are done in order, so each one beyond the second-level cache would delay those behind it until the
-// next tile waits as well.
+// Prefetches the memory that a tile's outputs are stored in or added to before its sums are complete. Stores complete
+// in order, so each one that misses the second-level cache would delay the next ones, and finally the next tile.
 template <int R, int V>
 inline ALWAYS void fetch_outputs(const Product& job, int64_t row, int64_t begin) {
     const int64_t size = job.store == STORE_BF16 ? 2 : 4, bytes = 16 * V * size / (job.weight->gated ? 2 : 1);

@@ -29,29 +29,31 @@ inline int64_t unpacked_at(const Weight& w, int64_t vector) {
     return vector / UNPACKED_VECTORS * (w.kpad / 4 * UNPACKED_VECTORS * LINE) + vector % UNPACKED_VECTORS * LINE;
 }
 
-// Sums of a group of int4 weights with rows of SUMMED_BYTES are exact integers. `less`: -8 times the sums of a group's
-// numbers of each row, what the weights' offset adds. ZEROS: zero points are subtracted as float32 instead, exactly up
-// to 8,192 inputs a group.
+// Sums of a group of int4 weights with rows of SUMMED_BYTES are exact integers. They begin with `correction`, for the
+// weights' offset of 8: of each row, -8 times the sum of its numbers in the group. ZEROS: zero points are subtracted as
+// float32 instead, exactly up to 8,192 inputs a group.
 template <int R, int V, bool ZEROS>
-inline ALWAYS void begin_group(const int32_t* less, Words (&sum)[R][V]) {
+inline ALWAYS void begin_group(const int32_t* correction, Words (&sum)[R][V]) {
     unrolled<R>([&](int r) ALWAYS {
-        unrolled<V>([&](int v) ALWAYS { sum[r][v] = ZEROS ? zero_words() : splat_word(less[r]); });
+        unrolled<V>([&](int v) ALWAYS { sum[r][v] = ZEROS ? zero_words() : splat_word(correction[r]); });
     });
 }
 
-// A group's sums for 16 outputs, times their scales, added to `total`. `scales`: where those outputs' scales and zero
-// points lie.
+// A group's sums for 16 outputs, times their scales, added to `total`. `scales`: index of those outputs' first zero
+// point.
 template <bool ZEROS>
-inline ALWAYS Floats add_scaled(Words sum, Floats less, const Weight& w, int64_t scales, Floats scale, Floats total) {
-    Floats found = to_floats(sum);
-    if constexpr (ZEROS) found = fmadd(less * splat(0.125f), load_floats(w.zeros + scales), found);
-    return fmadd(found, scale, total);
+inline ALWAYS Floats add_scaled(
+    Words sum, Floats correction, const Weight& w, int64_t scales, Floats scale, Floats total
+) {
+    Floats exact = to_floats(sum);
+    if constexpr (ZEROS) exact = fmadd(correction * splat(0.125f), load_floats(w.zeros + scales), exact);
+    return fmadd(exact, scale, total);
 }
 
-// The sums, times the scales of their outputs, are added to `out`.
+// Adds the sums, times the scales of their outputs, to `out` [R, PANEL], or stores them there (`from_zero`).
 template <int R, int V, bool ZEROS>
 inline ALWAYS void finish_group(
-    Words (&sum)[R][V], const int32_t* less, const Weight& w, int64_t scales, bool from_zero, float* out
+    Words (&sum)[R][V], const int32_t* correction, const Weight& w, int64_t scales, bool from_zero, float* out
 ) {
     in_registers(sum);
     unrolled<V>([&](int v) ALWAYS {
@@ -59,29 +61,31 @@ inline ALWAYS void finish_group(
         unrolled<R>([&](int r) ALWAYS {
             float* const total = out + r * PANEL + v * 16;
             const Floats before = from_zero ? zero() : load_floats(total);
-            store_floats(total, add_scaled<ZEROS>(sum[r][v], splat(float(less[r])), w, scales + v * 16, scale, before));
+            store_floats(
+                total, add_scaled<ZEROS>(sum[r][v], splat(float(correction[r])), w, scales + v * 16, scale, before)
+            );
         });
     });
 }
 
 #if !BYTE_DOTS
-// SUMMED inputs: sums of 16 products of at most 15 x 127 fit 16 bits. column(i, c) loads what the words `i` of the rows
-// are multiplied with.
-template <int R, int V, class Column>
-inline ALWAYS void add_block(const int8_t* a, int64_t lda, const Column& column, Words (&sum)[R][V]) {
-    Words half[R][V];
-    unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { half[r][v] = zero_words(); }); });
+// Adds the products of SUMMED inputs: sums of 16 products of at most 15 x 127 fit 16 bits. load(i, column) loads what
+// the words `i` of the rows are multiplied with.
+template <int R, int V, class Load>
+inline ALWAYS void add_block(const int8_t* a, int64_t lda, const Load& load, Words (&sum)[R][V]) {
+    Words half_sum[R][V];
+    unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { half_sum[r][v] = zero_words(); }); });
     for (int i = 0; i < SUMMED / 4; i++) {
-        Words own[V];
-        column(i, own);
+        Words column[V];
+        load(i, column);
         unrolled<R>([&](int r) ALWAYS {
             const Words x = word_of_row(a + r * lda + 4 * i);
-            unrolled<V>([&](int v) ALWAYS { half[r][v] = dot_in_halves(half[r][v], own[v], x); });
+            unrolled<V>([&](int v) ALWAYS { half_sum[r][v] = dot_in_halves(half_sum[r][v], column[v], x); });
         });
     }
-    in_registers(half);
+    in_registers(half_sum);
     unrolled<R>([&](int r) ALWAYS {
-        unrolled<V>([&](int v) ALWAYS { sum[r][v] = dot_halves(sum[r][v], half[r][v], splat_half(1)); });
+        unrolled<V>([&](int v) ALWAYS { sum[r][v] = dot_halves(sum[r][v], half_sum[r][v], splat_half(1)); });
     });
 }
 #endif
@@ -90,12 +94,12 @@ inline ALWAYS void add_block(const int8_t* a, int64_t lda, const Column& column,
 // memory.
 template <int R, int V, bool ZEROS>
 __attribute__((noinline)) void add_unpacked_group(
-    const int8_t* a, int64_t lda, int64_t count, const uint8_t* b, const int32_t* less, const Weight& w, int64_t scales,
-    bool from_zero, Prefetch& ahead, float* out
+    const int8_t* a, int64_t lda, int64_t count, const uint8_t* b, const int32_t* correction, const Weight& w,
+    int64_t scales, bool from_zero, Prefetch& ahead, float* out
 ) {
     const int8_t* const a_end = a + count;
     Words sum[R][V];
-    begin_group<R, V, ZEROS>(less, sum);
+    begin_group<R, V, ZEROS>(correction, sum);
 #if !BYTE_DOTS
     for (; a < a_end; a += SUMMED, b += SUMMED / 4 * UNPACKED_VECTORS * LINE) {
         ahead.step(), ahead.step();
@@ -119,19 +123,19 @@ __attribute__((noinline)) void add_unpacked_group(
         }
     }
 #endif
-    finish_group<R, V, ZEROS>(sum, less, w, scales, from_zero, out);
+    finish_group<R, V, ZEROS>(sum, correction, w, scales, from_zero, out);
 }
 
 // A group whose numbers are unpacked in registers and, if KEPT, stored for other tiles.
 template <int R, int V, bool KEPT, bool ZEROS>
 __attribute__((noinline)) void add_packed_group(
     const int8_t* a, int64_t lda, int64_t count, const uint8_t* b, uint8_t* unpacked, int64_t first,
-    const int32_t* less, const Weight& w, int64_t scales, bool from_zero, Prefetch& ahead, float* out
+    const int32_t* correction, const Weight& w, int64_t scales, bool from_zero, Prefetch& ahead, float* out
 ) {
     const int64_t step = R <= 2 ? PREFETCHED_LINE_STEP * LINE : LINE;
     const int8_t* const a_end = a + count;
     Words sum[R][V];
-    begin_group<R, V, ZEROS>(less, sum);
+    begin_group<R, V, ZEROS>(correction, sum);
     constexpr int64_t INPUTS = BYTE_DOTS ? 4 * PREFETCH_STEPS : SUMMED;  // at a time
     for (; a < a_end; a += INPUTS) {
         ahead.step();
@@ -154,7 +158,7 @@ __attribute__((noinline)) void add_packed_group(
         add_block(a, lda, unpack, sum);
 #endif
     }
-    finish_group<R, V, ZEROS>(sum, less, w, scales, from_zero, out);
+    finish_group<R, V, ZEROS>(sum, correction, w, scales, from_zero, out);
 }
 
 // Rows of SUMMED_BYTES times a panel of int4 weights. `unpacked`: null if there is only one tile; else the first tile
@@ -173,12 +177,12 @@ void tile_int4_bytes(
             for (int64_t g = 0; g < groups; g++) {
                 const int64_t begin = g * w.group, end = g + 1 < groups ? begin + w.group : w.kpad;
                 const int64_t at = (panel * groups + g) * PANEL + first * 16;
-                int32_t less[R];
+                int32_t correction[R];
                 for (int r = 0; r < R; r++) {
                     uint32_t before, all;
                     std::memcpy(&before, a + r * lda + w.kpad + begin / SUMMED * 4, 4);
                     std::memcpy(&all, a + r * lda + w.kpad + end / SUMMED * 4, 4);
-                    less[r] = int32_t(all - before);
+                    correction[r] = int32_t(all - before);
                 }
                 const int8_t* const x = a + begin;
                 uint8_t* const bytes = unpacked ? unpacked + unpacked_at(w, first) + begin / 4 * UNPACKED_VECTORS * LINE
@@ -187,15 +191,15 @@ void tile_int4_bytes(
                 const uint8_t* const b = packed + begin * PANEL / 2;
                 if (!bytes)
                     add_packed_group<R, V, false, ZEROS>(
-                        x, lda, end - begin, b, bytes, first, less, w, at, !g, ahead, to
+                        x, lda, end - begin, b, bytes, first, correction, w, at, !g, ahead, to
                     );
                 else if constexpr (R >= LEAST_TILE_ROWS) {
                     if (unpacks)
                         add_packed_group<R, V, true, ZEROS>(
-                            x, lda, end - begin, b, bytes, first, less, w, at, !g, ahead, to
+                            x, lda, end - begin, b, bytes, first, correction, w, at, !g, ahead, to
                         );
                     else if constexpr (!INT4_TILES)
-                        add_unpacked_group<R, V, ZEROS>(x, lda, end - begin, bytes, less, w, at, !g, ahead, to);
+                        add_unpacked_group<R, V, ZEROS>(x, lda, end - begin, bytes, correction, w, at, !g, ahead, to);
                 }
             }
     };
@@ -225,21 +229,21 @@ struct Int4Words {
         for (int64_t left = count; left; left--, row += R, a += R * lda) {
             fetch_outputs<R, V>(job, row, begin);
             const int64_t lines = left <= ahead.tiles ? ahead.lines : 0;
-            const char *const a_end = a + inputs, *x = a, *sums = a_end;
+            const char *const a_end = a + inputs, *x = a, *block_sums = a_end;
             const uint8_t* b = columns;
             Floats total[R][V];
             unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { total[r][v] = zero(); }); });
             int64_t scales = panel * groups * PANEL + first * 16;
             for (int64_t g = groups; g; g--, scales += PANEL) {
                 const char* const stop = g > 1 ? x + group : a_end;
-                const int64_t blocks = (stop - x) / SUMMED * 4;
-                Words less[R], sum[R][V];
+                const int64_t block_bytes = (stop - x) / SUMMED * 4;
+                Words correction[R], sum[R][V];
                 unrolled<R>([&](int r) ALWAYS {
-                    const int8_t* const before = reinterpret_cast<const int8_t*>(sums + r * lda);
-                    less[r] = sub32(broadcast_word(before + blocks), broadcast_word(before));
-                    unrolled<V>([&](int v) ALWAYS { sum[r][v] = ZEROS ? zero_words() : less[r]; });
+                    const int8_t* const before = reinterpret_cast<const int8_t*>(block_sums + r * lda);
+                    correction[r] = sub32(broadcast_word(before + block_bytes), broadcast_word(before));
+                    unrolled<V>([&](int v) ALWAYS { sum[r][v] = ZEROS ? zero_words() : correction[r]; });
                 });
-                sums += blocks;
+                block_sums += block_bytes;
                 const auto load = [&](int, Words(&column)[V]) ALWAYS {
                     for (int64_t line = 0; line < lines; line++, ahead.at += LINE) prefetch_far(ahead.at);
                     unrolled<V>([&](int v) ALWAYS { column[v] = in_register(load_words(b + v * LINE)); });
@@ -258,8 +262,9 @@ struct Int4Words {
                 unrolled<V>([&](int v) ALWAYS {
                     const Floats scale = group_scales(w, scales + v * 16);
                     unrolled<R>([&](int r) ALWAYS {
-                        total[r][v] =
-                            add_scaled<ZEROS>(sum[r][v], to_floats(less[r]), w, scales + v * 16, scale, total[r][v]);
+                        total[r][v] = add_scaled<ZEROS>(
+                            sum[r][v], to_floats(correction[r]), w, scales + v * 16, scale, total[r][v]
+                        );
                     });
                 });
             }

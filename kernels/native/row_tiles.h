@@ -1,7 +1,8 @@
 // Products of many rows with panels whose numbers are stored as they are multiplied: pairs of bfloat16, and bytes times
-// rows of signed bytes. Both are words: a row's and 16 outputs' are multiplied by one instruction.
+// rows of signed bytes. A pair or four bytes are a word; one instruction multiplies a word of a row by those of 16
+// outputs.
 //
-// Several tiles of the same height are one call. A tile of 768 inputs takes 2,300 cycles with bytes; its end is a
+// One call computes several tiles of the same height. A tile of 768 inputs takes 2,300 cycles with bytes; its end is a
 // branch that is predicted wrongly, so instructions between two tiles' loops do not overlap with them: calls,
 // divisions, and sums that are stored for another function added 8 %.
 
@@ -19,12 +20,12 @@
 
 namespace {
 
-// Memory that the last `tiles` of several tiles prefetch into the second-level cache: this many lines at each step,
-// which is a word of a row.
+// What the last `tiles` of several tiles prefetch into the second-level cache, from `at` on: `lines` lines at each
+// step, which is a word of a row.
 struct TilesPrefetch {
     const char* at = nullptr;
     int64_t tiles = 0, lines = 0;
-    // The same for the last `count` tiles of these, after those before them.
+    // What is left for the last `count` of all tiles, each of which takes `steps` steps.
     TilesPrefetch last(int64_t count, int64_t steps) const {
         const int64_t later = std::min(count, tiles);
         return {at + (tiles - later) * lines * LINE * steps, later, lines};
@@ -33,7 +34,7 @@ struct TilesPrefetch {
 
 // Four signed bytes of a row. The sums are exact: results fit 32 bits, and an overflow on the way wraps around.
 struct ByteWords {
-    static constexpr int LEAST_ROWS = 1;  // rows of a tile
+    static constexpr int LEAST_ROWS = 1;  // of a tile
     using Sum = Words;
     static int64_t steps(const Weight& w) { return w.kpad / 4; }
     static constexpr int beside(int rows) { return bytes_beside(rows); }
@@ -46,13 +47,13 @@ struct ByteWords {
     static inline ALWAYS void outputs(
         const Product& job, int64_t row, int64_t begin, const char* a, const Sum (&sum)[V], Floats (&y)[V]
     ) {
-        // what the offset adds
-        const Words behind = SIGNED_DOTS ? zero_words()
-                                         : broadcast_word(reinterpret_cast<const int8_t*>(a) + job.weight->kpad);
+        // for the weights' offset, after the row's bytes (make_bytes)
+        const Words correction = SIGNED_DOTS ? zero_words()
+                                             : broadcast_word(reinterpret_cast<const int8_t*>(a) + job.weight->kpad);
         const Floats scale = splat(job.scales[row]);
         const float* const scales = job.weight->scale + begin;
         unrolled<V>([&](int v) ALWAYS {
-            y[v] = (to_floats(SIGNED_DOTS ? sum[v] : add32(sum[v], behind)) * scale) * load_floats(scales + v * 16);
+            y[v] = (to_floats(SIGNED_DOTS ? sum[v] : add32(sum[v], correction)) * scale) * load_floats(scales + v * 16);
         });
     }
 };
@@ -128,16 +129,16 @@ struct WordTiles {
     }
 };
 
-// Whether `FinishAtOnce` does what a product asks for, with V vectors from output `begin` on.
+// Whether `FinishAtOnce` can store the outputs of a product, with V vectors from output `begin` on.
 template <int V>
-bool is_simple(const Product& job, int64_t begin) {
+bool can_finish_at_once(const Product& job, int64_t begin) {
     const Weight& w = *job.weight;
     const bool squared = !w.bias && job.activation == Activation::RELU_SQUARED && job.store == STORE_BF16;
     return w.n - begin >= 16 * V && !w.gated && (job.activation == Activation::NONE || squared);
 }
 
-// Does what `finish` does, with sums in registers. What a function captures is a copy: after each store it would be
-// loaded again.
+// Does what `finish` does, with sums in registers. Functions capture copies: what they captured by reference would be
+// loaded again after each store.
 template <int V>
 struct FinishAtOnce {
     const Product& job;
@@ -170,16 +171,16 @@ struct FinishAtOnce {
     }
 };
 
-// Keeps V vectors of each row's sums in memory, for `finish`.
+// Stores V vectors of each row's sums in memory, for `finish`.
 template <int V>
 struct KeepSums {
-    float* to;
+    float* to;  // [rows, PANEL]
     inline ALWAYS void operator()(int r, Floats (&y)[V]) const {
         unrolled<V>([&](int v) ALWAYS { store_floats(to + r * PANEL + v * 16, y[v]); });
     }
 };
 
-// Everything else that `finish` does, of whole tiles.
+// The other cases of `finish`, through memory.
 template <int R, int V>
 struct FinishTile {
     const Product& job;
@@ -192,7 +193,8 @@ struct FinishTile {
     }
 };
 
-// `count` tiles of `height` rows.
+// `count` tiles of `height` rows, from row `row` on. Where registers do not suffice for V vectors, each tile goes over
+// the panel several times.
 template <class Tiles, int V, int R = MOST_TILE_ROWS>
 void equal_tiles(
     const Product& job, int64_t height, int64_t row, int64_t count, const uint8_t* columns, int64_t panel,
@@ -204,17 +206,17 @@ void equal_tiles(
     constexpr int W = std::min(Tiles::beside(R), V);
     const int64_t begin = panel * PANEL + first * 16;
     if constexpr (W == V) {
-        if (is_simple<V>(job, begin))
+        if (can_finish_at_once<V>(job, begin))
             Tiles::template add<R, V>(job, row, count, columns, panel, first, ahead, FinishAtOnce<V>{job, begin});
         else Tiles::template add<R, V>(job, row, count, columns, panel, first, ahead, FinishTile<R, V>{job, begin});
     } else {
         alignas(64) float sums[R * PANEL];
         for (int64_t left = count; left; left--, row += R) {
-            TilesPrefetch own;
-            if (left <= ahead.tiles) own = {ahead.last(left, Tiles::steps(*job.weight)).at, 1, ahead.lines};
-            for (int v = 0; v < V; v += W, own = {}) {
+            TilesPrefetch of_tile;
+            if (left <= ahead.tiles) of_tile = {ahead.last(left, Tiles::steps(*job.weight)).at, 1, ahead.lines};
+            for (int v = 0; v < V; v += W, of_tile = {}) {
                 const auto keep = [to = sums + v * 16](int64_t, const auto& each) ALWAYS { each(KeepSums<W>{to}); };
-                Tiles::template add<R, W>(job, row, 1, columns, panel, first + v, own, keep);
+                Tiles::template add<R, W>(job, row, 1, columns, panel, first + v, of_tile, keep);
             }
             finish<V>(job, sums, row, R, begin);
         }
@@ -228,19 +230,19 @@ void row_tiles(
     const char* next
 ) {
     const int64_t rows = end - begin, count = (rows + MOST_TILE_ROWS - 1) / MOST_TILE_ROWS, height = rows / count,
-                  higher = rows % count;
+                  taller = rows % count;
     const int64_t steps = Tiles::steps(*job.weight);
     TilesPrefetch ahead;
     if (next && count > 1) {
         const int64_t tiles = std::min(count, PREFETCHING_TILES);
         ahead = {next, tiles, (panel_bytes(*job.weight) / LINE + tiles * steps - 1) / (tiles * steps)};
     }
-    const TilesPrefetch last = ahead.last(count - higher, steps);
-    if (higher)
+    const TilesPrefetch last = ahead.last(count - taller, steps);
+    if (taller)
         equal_tiles<Tiles, V>(
-            job, height + 1, begin, higher, columns, panel, first, {ahead.at, ahead.tiles - last.tiles, ahead.lines}
+            job, height + 1, begin, taller, columns, panel, first, {ahead.at, ahead.tiles - last.tiles, ahead.lines}
         );
-    equal_tiles<Tiles, V>(job, height, begin + higher * (height + 1), count - higher, columns, panel, first, last);
+    equal_tiles<Tiles, V>(job, height, begin + taller * (height + 1), count - taller, columns, panel, first, last);
 }
 
 // The same for 1, 2 or 4 vectors.
