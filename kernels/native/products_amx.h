@@ -1,7 +1,6 @@
-// Products of rows with panels by tiles of AMX: of bfloat16 with weights that are bfloat16 or unpacked to it, and of
-// bytes with bytes.
-//
-// Integers of 16 bits are two bytes, so 16 rows of them are two tiles: of lows and of highs.
+// Products of rows with panels by tiles of AMX: rows of bfloat16 with weights that are bfloat16 or unpacked to it, and
+// rows of bytes with weights of bytes. Integers of 16 bits are two bytes, so 16 rows of them are two tiles: of lows and
+// of highs.
 
 #pragma once
 
@@ -20,37 +19,38 @@ namespace {
 
 #if AMX_TILES
 
-// Sums of bytes of V vectors as float32. The corrections for the weights' offset lie after a row's bytes.
+// Turns sums of bytes [rows, PANEL], of V vectors of a panel from `first` on, into outputs as float32, in place. The
+// correction for the weights' offset is stored after a row's bytes (make_bytes).
 template <int V>
 void scale_bytes(const Product& job, int64_t row, int64_t rows, int64_t panel, int64_t first, float* sums) {
     const Weight& w = *job.weight;
-    const char* behind = static_cast<const char*>(job.a) + 2 * row * job.lda + w.kpad;
+    const char* corrections = static_cast<const char*>(job.a) + 2 * row * job.lda + w.kpad;
     Floats scale[V];
     for (int v = 0; v < V; v++) scale[v] = load_floats(w.scale + panel * PANEL + (first + v) * 16);
-    for (int64_t r = 0; r < rows; r++, behind += 2 * job.lda, sums += PANEL)
+    for (int64_t r = 0; r < rows; r++, corrections += 2 * job.lda, sums += PANEL)
         for (int v = 0; v < V; v++) {
-            const Words sum = add32(load_words(sums + v * 16), broadcast_word(behind));
+            const Words sum = add32(load_words(sums + v * 16), broadcast_word(corrections));
             store_floats(sums + v * 16, (to_floats(sum) * splat(job.scales[row + r])) * scale[v]);
         }
 }
 
-// The same for rows of 16 bits, of which sums [2, AMX_ROWS, PANEL] has those of the lows and of the highs. They become
-// float32 in place of the lows'.
+// The same for rows of 16 bits. sums [2, AMX_ROWS, PANEL]: of the lows, which the outputs replace, and of the highs.
+// Two corrections are stored after a row (make_integers).
 template <int V>
 void scale_integers(const Product& job, int64_t row, int64_t rows, int64_t panel, int64_t first, float* sums) {
     const Weight& w = *job.weight;
-    const char* behind = static_cast<const char*>(job.a) + 2 * row * job.lda + 2 * w.kpad;
-    for (int64_t r = 0; r < rows; r++, behind += 2 * job.lda, sums += PANEL)
+    const char* corrections = static_cast<const char*>(job.a) + 2 * row * job.lda + 2 * w.kpad;
+    for (int64_t r = 0; r < rows; r++, corrections += 2 * job.lda, sums += PANEL)
         for (int v = 0; v < V; v++) {
             const Words low = load_words(sums + v * 16), high = load_words(sums + AMX_ROWS * PANEL + v * 16);
             const LongSum sum =
-                LongSum::of(add32(low, broadcast_word(behind)), add32(high, broadcast_word(behind + 4)));
+                LongSum::of(add32(low, broadcast_word(corrections)), add32(high, broadcast_word(corrections + 4)));
             const Floats scale = load_floats(w.scale + panel * PANEL + (first + v) * 16);
             store_floats(sums + v * 16, (sum.rounded() * scale) * splat(job.scales[row + r]));
         }
 }
 
-// Sums times the scales of whole outputs, where a weight has them.
+// Multiplies sums [rows, PANEL] by the scales of their outputs, if the weight has them.
 inline void scale_outputs(const Weight& w, int64_t panel, int64_t rows, float* sums) {
     const float* const scales = w.kind == NVFP4 ? w.outer : w.kind == FP8 || w.kind == UINT4 ? w.scale : nullptr;
     if (!scales) return;
@@ -58,7 +58,8 @@ inline void scale_outputs(const Weight& w, int64_t panel, int64_t rows, float* s
         store_floats(sums + i, load_floats(sums + i) * load_floats(scales + panel * PANEL + i % PANEL));
 }
 
-// Stores the outputs of rows whose sums are complete, of V vectors of a panel from `first` on.
+// Stores the outputs of rows whose sums are complete, of V vectors of a panel from `first` on. `groups`: of inputs
+// whose sums were scaled separately.
 template <int V>
 void finish_tiles(
     const Product& job, int64_t row, int64_t rows, int64_t panel, int64_t first, int64_t groups, float* sums
@@ -105,7 +106,7 @@ void one_tile(const Product& job, int64_t row, int64_t rows, int64_t panel, int6
                 if (g) Block::zero();
                 unpack_between(a, numbers, {g * width, std::min(length, (g + 1) * width)}, cells);
                 Block::store(sums);
-                if (groups > 1) add_group<0, V>(w, panel, g, rows, sums, totals);
+                if (groups > 1) add_group_sums<0, V>(w, panel, g, rows, sums, totals);
             }
         });
     }
@@ -113,8 +114,8 @@ void one_tile(const Product& job, int64_t row, int64_t rows, int64_t panel, int6
     finish_tiles<V>(job, row, rows, panel, first, groups, groups > 1 ? totals : sums);
 }
 
-// Rows [begin, end) times V vectors of panels [panel, panels_end), in slices. Several panels take bytes LONG_BYTES of
-// the rows in turn, which stay in the second-level cache for all of them.
+// Rows [begin, end) times V vectors of panels [panel, panels_end), in slices. Several panels are multiplied in turn
+// with LONG_BYTES of the rows, which stay in the second-level cache for all of them.
 template <class Dot, int V>
 void sliced_panels(
     const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first, const char* next
@@ -124,19 +125,20 @@ void sliced_panels(
     const int64_t groups = summed_groups(w), length = w.kpad * Dot::SIZE, size = blocks.count() * HEIGHT * PANEL;
     const int64_t each = panels_end - panel > 1 ? LONG_BYTES : length;
     float* const sums = thread_memory<Use::ROWS_OR_SUMS>(size * (panels_end - panel));
+    // where panel p stores the inputs from byte `at` of the rows on
     const auto stored = [&](int64_t p, int64_t at) {
         return static_cast<const char*>(w.data) + p * panel_bytes(w) + panel_bytes(w) * at / length;
     };
     for (int64_t at = 0; at < length; at += each)
         for (int64_t p = panel; p < panels_end; p++) {
             const Inputs inputs{at, std::min(length, at + each)};
-            const char* const soon = p + 1 < panels_end    ? stored(p + 1, at)
-                                     : inputs.end < length ? stored(panel, inputs.end)
-                                                           : next;
+            const char* const following = p + 1 < panels_end    ? stored(p + 1, at)
+                                          : inputs.end < length ? stored(panel, inputs.end)
+                                                                : next;
             SlicedProduct<Dot, V> product(blocks, groups, sums + (p - panel) * size);
             const int64_t ahead = panel_bytes(w) * std::min(product.slice(), length) / length;
             Stream stream(
-                stored(p, at), stored(p, inputs.end) - stored(p, at), ahead, soon,
+                stored(p, at), stored(p, inputs.end) - stored(p, at), ahead, following,
                 product.steps(inputs.end - at, blocks.count())
             );
             with_columns<Dot, V>(w, p, first, at / Dot::SIZE, [&](auto& numbers) {
@@ -149,10 +151,10 @@ void sliced_panels(
                             fetch_outputs<1, V>(job, row + r, p * PANEL + first * 16);
                     },
                     [&](int64_t block, float* complete) {
-                        const int64_t done = blocks.repeated(block);
+                        const int64_t repeated = blocks.repeated(block);
                         finish_tiles<V>(
-                            job, blocks.first(block) + done, blocks.rows() - done, p, first, groups,
-                            complete + done * PANEL
+                            job, blocks.first(block) + repeated, blocks.rows() - repeated, p, first, groups,
+                            complete + repeated * PANEL
                         );
                     }
                 );

@@ -27,37 +27,37 @@ constexpr int64_t CHUNK_BYTES = 16;       // of a row, whose columns are unpacke
 constexpr int64_t PIECE_BYTES = 256;      // of a row, whose columns are unpacked before they are multiplied
 static_assert(CHUNK_BYTES == 2 * CHUNK);
 
-// The stored bytes of a panel, or of some of its inputs, and the first ones of those that follow, which are prefetched
-// evenly while the panel is multiplied.
+// Prefetches the stored bytes of a panel, or of some of its inputs, and the first bytes of what follows, evenly while
+// the panel is multiplied.
 class Stream {
   public:
     Stream() = default;
-    // `ahead`: bytes that are there when the first ones are multiplied. `next`: what follows, or null. `steps`: how
-    // often step() will be called.
+    // `ahead`: how many of the bytes have been prefetched before, and will be of those at `next`, which follow (or
+    // null). `steps`: how often step() will be called.
     Stream(const char* from, int64_t bytes, int64_t ahead, const char* next, int64_t steps)
-        : at_(from + std::min(bytes, ahead)), end_(from + bytes), next_(next), then_(std::min(bytes, ahead)),
-          each_((bytes + LINE * steps - 1) / (LINE * steps) * LINE) {}
+        : at_(from + std::min(bytes, ahead)), end_(from + bytes), next_(next), next_bytes_(std::min(bytes, ahead)),
+          step_bytes_((bytes + LINE * steps - 1) / (LINE * steps) * LINE) {}
     void step() {
         if (at_ >= end_) {
             if (!next_) return;
-            at_ = next_, end_ = next_ + then_, next_ = nullptr;
+            at_ = next_, end_ = next_ + next_bytes_, next_ = nullptr;
         }
-        for (const char* const stop = at_ + each_; at_ < stop; at_ += LINE) fetch_line(at_);
+        for (const char* const stop = at_ + step_bytes_; at_ < stop; at_ += LINE) fetch_line(at_);
     }
 
   private:
     const char *at_ = nullptr, *end_ = nullptr, *next_ = nullptr;
-    int64_t then_ = 0, each_ = 0;
+    int64_t next_bytes_ = 0, step_bytes_ = 0;
 };
 
-// The columns of a panel that tiles multiply as they are stored, of inputs of SIZE bytes. `data`: the first of the
-// vectors.
+// The numbers of a panel that tiles multiply as they are stored, SIZE bytes each. `data`: the first vector that is
+// multiplied.
 template <int64_t SIZE>
 class PlainNumbers {
   public:
     explicit PlainNumbers(const char* data) : data_(data) {}
 
-    // Vectors [FIRST, FIRST + V) of some inputs, as rows of V vectors.
+    // Copies vectors [FIRST, FIRST + V) of `count` inputs, as [count * SIZE / 4][V][16] words.
     template <int FIRST, int V>
     ALWAYS void unpack(int64_t input, int64_t count, void* to) {
         const char* from = data_ + input * SIZE * PANEL + FIRST * AMX_BYTES;
@@ -70,9 +70,9 @@ class PlainNumbers {
     const char* const data_;
 };
 
-// Adds products of bytes [inputs.begin, inputs.end) of two tiles of rows with V vectors, from FIRST on, whose columns
-// are unpacked to `cells`. Stores and the loads of tiles that need them would delay each other if they were closer
-// together than PIECE_BYTES.
+// Adds products of bytes [inputs.begin, inputs.end) of two tiles of rows with V vectors, from FIRST on, which are
+// unpacked to `cells`, [bytes / 4][V][16] words. Stores and the loads of tiles that need them would delay each other if
+// fewer than PIECE_BYTES of the rows were between them.
 template <class Dot, int V, int FIRST, class Numbers>
 void unpack_and_add(const TileRows& rows, Numbers& numbers, Inputs inputs, char* cells, Stream& stream) {
     constexpr int64_t EACH = V * AMX_BYTES / 4;  // bytes of cells for a byte of a row
@@ -90,9 +90,9 @@ void unpack_and_add(const TileRows& rows, Numbers& numbers, Inputs inputs, char*
     }
 }
 
-// The same for one tile of rows and a whole panel. Columns of a step of 64 bytes are unpacked between the instructions
-// on the tiles of the step before: that takes longer than the above, but never stops reading the panel. cells [2
-// steps].
+// The same for one tile of rows and a whole panel. The numbers for a step of 64 bytes of the rows are unpacked between
+// the instructions on the tiles of the previous step: that takes longer than the above, but never stops reading the
+// panel. `cells`: of two steps, [2][16][64] words.
 template <class Numbers>
 void unpack_between(const TileRows& rows, Numbers& numbers, Inputs inputs, char* cells) {
     using Block = TileBlock<DotBf16, 1, 4>;
@@ -116,9 +116,10 @@ void unpack_between(const TileRows& rows, Numbers& numbers, Inputs inputs, char*
     Block::add(rows, end, place(end), 4 * AMX_BYTES, inputs.end - end, nothing);
 }
 
-// total = sum * scale, of the first group of inputs, or += of a later one, for V vectors from FIRST on.
+// totals = sums * scale for the first group g of inputs, or += for a later one: [rows, PANEL], of V vectors from FIRST
+// on.
 template <int FIRST, int V>
-void add_group(const Weight& w, int64_t panel, int64_t g, int64_t rows, const float* sums, float* totals) {
+void add_group_sums(const Weight& w, int64_t panel, int64_t g, int64_t rows, const float* sums, float* totals) {
     const int64_t at = (panel * summed_groups(w) + g) * PANEL;
     Floats scale[V];
     for (int v = 0; v < V; v++) scale[v] = group_scales(w, at + (FIRST + v) * 16);
@@ -134,12 +135,13 @@ void add_group(const Weight& w, int64_t panel, int64_t g, int64_t rows, const fl
 struct RowBlocks {
     const Product& job;
     int64_t begin, end;
-    bool planes;
+    bool planes;  // whether the two tiles are the lows and the highs of the same rows
 
     int64_t height() const { return planes ? AMX_ROWS : HEIGHT; }
     int64_t count() const { return (end - begin + height() - 1) / height(); }
     int64_t first(int64_t block) const { return std::max(begin, std::min(begin + block * height(), end - height())); }
     int64_t rows() const { return std::min(height(), end - begin); }
+    // The number of the block's first rows that are in the block before it too.
     int64_t repeated(int64_t block) const { return begin + block * height() - first(block); }
     TileRows tiles(int64_t block) const {
         const void* const at = static_cast<const uint16_t*>(job.a) + first(block) * job.lda;
@@ -225,7 +227,7 @@ class SlicedProduct {
             Block::zero();
             add_products<FIRST>(block, numbers, part, cells_ + (at - slice.begin) * V * AMX_BYTES / 4, stream);
             Block::store(sums);
-            add_group<FIRST, V>(w_, panel, at / group_, blocks_.rows(), sums, totals);
+            add_group_sums<FIRST, V>(w_, panel, at / group_, blocks_.rows(), sums, totals);
         }
     }
 

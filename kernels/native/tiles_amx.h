@@ -1,9 +1,9 @@
-// Tiles of AMX of matrix products: blocks of rows times vectors of 16 columns of a panel. A panel's rows of 64 outputs
-// are what these tiles need, so weights are stored as for the other instruction sets.
+// Tiles of AMX of matrix products: blocks of rows times vectors of 16 outputs of a panel. Tiles take numbers in the
+// order in which a panel has them, so weights are stored as for the other instruction sets.
 //
-// 32 inputs of bfloat16 are one step: even and odd inputs are summed from zero on, and both sums are then added. A
-// row's bits depend on no other row, but are not those of dot_pairs: every product with rows of bfloat16 uses tiles, of
-// one row as of many. Sums of bytes are exact, so few rows may use dot_bytes instead.
+// 32 inputs of bfloat16 are one step: the even and the odd ones are summed separately, from zero on, and both sums are
+// then added. A row's bits depend on no other row, but are not those of dot_pairs: every product with rows of bfloat16
+// uses tiles, also those of one row. Sums of bytes are exact, so few rows may use dot_bytes instead.
 
 #pragma once
 
@@ -53,15 +53,15 @@ struct TileRows {
     }
 };
 
-// T tiles of rows times V vectors of columns. Two tiles of rows times two vectors load four tiles for four products;
-// one times four loads five. Tiles 0 to 3 are sums (of tile t and vector v: t * V + v), 4 and with T == 2 also 5 rows,
-// the others columns.
+// T tiles of rows times V vectors of outputs. Two tiles of rows times two vectors load four tiles for four products;
+// one times four loads five. Tiles 0 to 3 are sums (of tile t and vector v: t * V + v), 4 and with T == 2 also 5 are
+// rows, and the others numbers of the panel.
 template <class Dot, int T, int V>
 struct TileBlock {
     static_assert(T * V <= 4);
-    static constexpr int64_t LD_SUMS = 4 * PANEL;  // bytes
+    static constexpr int64_t LD_SUMS = 4 * PANEL;  // bytes between rows of sums in memory
 
-    // Sums are zeros.
+    // Configures the tiles, for as many rows as these; sums are zeros.
     static void begin(const TileRows& rows) {
         TileConfig config = full_tiles();
         for (int t = 0; t < T; t++) {
@@ -72,8 +72,9 @@ struct TileBlock {
     }
     static void zero() { zero_tiles<T * V>(); }
 
-    // Adds products of bytes [from, from + length) of the rows with columns from `b` on, whose rows are `ldb` bytes
-    // apart. ahead.step(): called once for each 64 bytes of the rows.
+    // Adds products of bytes [from, from + length) of the rows with the panel's numbers from `b` on. 4 bytes of a row
+    // are multiplied with V vectors, and the next ones with those `ldb` bytes further. ahead.step(): called once for
+    // each 64 bytes of the rows.
     template <class Ahead>
     static void add(const TileRows& rows, int64_t from, const char* b, int64_t ldb, int64_t length, Ahead& ahead) {
         const char* const a = rows.at + from;
@@ -101,8 +102,7 @@ struct TileBlock {
         });
     }
 
-    // Adds products of 64 bytes of the rows with columns, and calls between(0), between(1) ... after each of the T * V
-    // products.
+    // Adds products of 64 bytes of the rows, and calls between(0), between(1) ... after each of the T * V products.
     template <class Between>
     static ALWAYS void step(
         const char* a, int64_t lda, int64_t next, const char* b, int64_t ldb, const Between& between
