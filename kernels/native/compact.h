@@ -31,11 +31,11 @@
 
 namespace {
 
-constexpr int64_t COMPACT_LINES = 3;  // of a pair of inputs
-constexpr int64_t PAIR = 2 * PANEL;   // numbers of a pair of inputs
-constexpr uint16_t OWN = 0x87ff;      // of a word: the bits of its own number
-constexpr int OTHER_BITS = 11;        // the first of the bits that carry a fourth line
-constexpr uint16_t FRACTION = 0x7f;
+constexpr int64_t COMPACT_LINES = 3;   // of a pair of inputs
+constexpr int64_t PAIR = 2 * PANEL;    // numbers of a pair of inputs
+constexpr uint16_t OWN_BITS = 0x87ff;  // of a word: all but the four bits of another number
+constexpr int FOURTH_SHIFT = 11;       // the first of those four bits
+constexpr uint16_t FRACTION = 0x7f;    // of a bfloat16
 
 // Iterates over the exceptions of a panel, from a pair of inputs on.
 class Exceptions {
@@ -62,9 +62,9 @@ inline uint16_t base_of(const Weight& w, int64_t panel) { return uint16_t(w.comp
 
 // Vector v of a pair of inputs. `base`: the panel's, in the exponent's place.
 inline ALWAYS Words unpack_compact(const uint8_t* lines, int v, Words base) {
-    if (v < COMPACT_LINES) return add16(load_words(lines + v * LINE) & splat_half(int16_t(OWN)), base);
+    if (v < COMPACT_LINES) return add16(load_words(lines + v * LINE) & splat_half(int16_t(OWN_BITS)), base);
     const Words exponent = shift_right16(load_words(lines), 4),
-                low = shift_right16(load_words(lines + LINE), OTHER_BITS);
+                low = shift_right16(load_words(lines + LINE), FOURTH_SHIFT);
     const Words last = load_words(lines + 2 * LINE);
     const Words sign_and_high = choose_bits(splat_half(int16_t(0x8000)), add16(last, last), shift_right16(last, 7));
     const Words rest = choose_bits(splat_half(0x0780), exponent, low);
@@ -171,20 +171,20 @@ __attribute__((noinline)) void tile_compact(
     store_sums(sum, sums);
 }
 
-// One panel, from the plain layout. A unit of work.
+// Packs panels from the plain layout; each is a unit of work.
 struct Compacting {
-    const uint16_t* from;   // [panels, kpad / 2, 64, 2]
-    int64_t kpad, outputs;  // of all panels; the numbers of outputs behind the last are not kept
-    uint8_t* to;
-    int64_t *found, *exceptions;  // [panels, 2]: the number of exceptions, and base; [panels, most]
-    int64_t most;
+    const uint16_t* from;         // [panels, kpad / 2, 64, 2]
+    int64_t kpad, outputs;        // of all panels; exceptions of outputs beyond these are not listed
+    uint8_t* to;                  // [panels, kpad / 2, 3, 64]
+    int64_t *heads, *exceptions;  // [panels, 2]: the number of exceptions, and base; [panels, most]
+    int64_t most;                 // exceptions of a panel that are listed; all are counted
 
     void run(int64_t panel) const {
         const int64_t count = std::min(PANEL, outputs - panel * PANEL), pairs = kpad / 2;
         const uint16_t* numbers = from + panel * pairs * PAIR;
         const int base = best_base(numbers, pairs, 2 * count);
         uint8_t* lines = to + panel * pairs * COMPACT_LINES * LINE;
-        int64_t there = 0;
+        int64_t exception_count = 0;
         for (int64_t i = 0; i < pairs; i++, numbers += PAIR, lines += COMPACT_LINES * LINE) {
             uint16_t small[PAIR], outside = 0;
             for (int64_t j = 0; j < PAIR; j++) {
@@ -196,32 +196,33 @@ struct Compacting {
             if (outside)
                 for (int64_t j = 0; j < 2 * count; j++)
                     if (unsigned((numbers[j] >> 7 & 255) - base) > 15) {
-                        if (there < most) exceptions[panel * most + there] = (i * PAIR + j) << 16 | numbers[j];
-                        there++;
+                        if (exception_count < most)
+                            exceptions[panel * most + exception_count] = (i * PAIR + j) << 16 | numbers[j];
+                        exception_count++;
                     }
             for (int64_t j = 0; j < 32; j++) {
                 const uint16_t last = small[3 * 32 + j], parts[3] = {
                                                              uint16_t(last >> 7 & 15), uint16_t(last & 15),
                                                              uint16_t((last >> 15) << 3 | (last >> 4 & 7))
                                                          };
-                for (int v = 0; v < COMPACT_LINES; v++) small[v * 32 + j] |= uint16_t(parts[v] << OTHER_BITS);
+                for (int v = 0; v < COMPACT_LINES; v++) small[v * 32 + j] |= uint16_t(parts[v] << FOURTH_SHIFT);
             }
             std::memcpy(lines, small, COMPACT_LINES * LINE);
         }
-        found[2 * panel] = there, found[2 * panel + 1] = base << 7;
+        heads[2 * panel] = exception_count, heads[2 * panel + 1] = base << 7;
     }
 
   private:
     // The first of the 16 adjacent exponents that most of these numbers have: of each pair of inputs the first `count`.
     static int best_base(const uint16_t* numbers, int64_t pairs, int64_t count) {
-        int64_t having[256] = {};
+        int64_t counts[256] = {};
         for (int64_t i = 0; i < pairs; i++, numbers += PAIR)
-            for (int64_t j = 0; j < count; j++) having[numbers[j] >> 7 & 255]++;
+            for (int64_t j = 0; j < count; j++) counts[numbers[j] >> 7 & 255]++;
         int64_t inside = 0, most = -1;
         int best = 0;
         for (int e = 0; e < 256; e++) {
-            inside += having[e];
-            if (e > 15) inside -= having[e - 16];
+            inside += counts[e];
+            if (e > 15) inside -= counts[e - 16];
             if (e >= 15 && inside > most) most = inside, best = e - 15;
         }
         return best;
@@ -240,17 +241,17 @@ class CompactJob : public Job {
     const int64_t panels_;
 };
 
-// Row r of a panel, as numbers.
+// Row r of a panel, as numbers [k].
 inline void read_compact(const Weight& w, int64_t panel, int64_t r, float* to) {
     const uint8_t* lines = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
     for (int64_t i = 0; i < w.k; i++) {
         uint16_t words[COMPACT_LINES];
         const uint8_t* const place = lines + i / 2 * COMPACT_LINES * LINE + (2 * r + i % 2) % 32 * 2;
         for (int v = 0; v < COMPACT_LINES; v++) std::memcpy(words + v, place + v * LINE, 2);
-        int number = r < 48 ? words[r / 16] & OWN : 0;
+        int number = r < 48 ? words[r / 16] & OWN_BITS : 0;
         if (r >= 48) {
             const int parts[COMPACT_LINES] = {
-                words[0] >> OTHER_BITS & 15, words[1] >> OTHER_BITS & 15, words[2] >> OTHER_BITS & 15
+                words[0] >> FOURTH_SHIFT & 15, words[1] >> FOURTH_SHIFT & 15, words[2] >> FOURTH_SHIFT & 15
             };
             number = (parts[2] >> 3) << 15 | parts[0] << 7 | (parts[2] & 7) << 4 | parts[1];
         }
@@ -262,7 +263,7 @@ inline void read_compact(const Weight& w, int64_t panel, int64_t r, float* to) {
     }
 }
 
-// Row `id` of a table in COMPACT_ROWS, as numbers: those of a panel in the order in which it has them.
+// Row `id` of a table in COMPACT_ROWS, as numbers [k]: those of a panel in the order in which it has them.
 inline void read_compact_row(const Weight& table, int64_t id, float* to) {
     const uint8_t* lines = static_cast<const uint8_t*>(table.data) + id * table.k / PAIR * COMPACT_LINES * LINE;
     const Words base = splat_half(int16_t(base_of(table, id)));

@@ -28,57 +28,58 @@ inline float sigmoid(float x) {  // NaN stays NaN
     return x == x ? y : x;
 }
 
-// A token's experts and their weights, from the router's products in `wide`. The correction is used for the choice
-// only.
+// A token's experts (m.picks) and their weights (m.shares), from the router's products in `wide`. The correction is
+// used for the choice only. `scratch`: [2 * count + groups].
 void route(const Model& m, const Op& op, int64_t token, float* scratch) {
-    const Experts& of = *op.experts;
-    const int64_t size = of.count / of.groups;
+    const Experts& experts = *op.experts;
+    const int64_t size = experts.count / experts.groups;
     const float* logits = m.wide + token * m.ld;
-    float *scores = scratch, *choice = scores + of.count, *best = choice + of.count;
-    if (of.correction) {
+    float *scores = scratch, *choice = scores + experts.count, *group_score = choice + experts.count;
+    if (experts.correction) {
 #pragma omp simd
-        for (int64_t e = 0; e < of.count; e++) {
+        for (int64_t e = 0; e < experts.count; e++) {
             scores[e] = sigmoid(logits[e]);
-            const float corrected = scores[e] + of.correction[e];
+            const float corrected = scores[e] + experts.correction[e];
             choice[e] = corrected == corrected ? corrected : INFINITE;
         }
     } else {
-        for (int64_t e = 0; e < of.count; e++) {
+        for (int64_t e = 0; e < experts.count; e++) {
             scores[e] = logits[e];
             choice[e] = scores[e] == scores[e] ? scores[e] : INFINITE;
         }
     }
-    if (of.kept < of.groups) {
-        for (int64_t g = 0; g < of.groups; g++) {  // a group counts as much as its two best
+    if (experts.kept < experts.groups) {
+        for (int64_t g = 0; g < experts.groups; g++) {  // a group counts as much as its two best
             float first = -INFINITE, second = -INFINITE;
             for (int64_t e = g * size; e < (g + 1) * size; e++) {
                 second = std::max(second, std::min(first, choice[e]));
                 first = std::max(first, choice[e]);
             }
-            best[g] = size > 1 ? first + second : first;
+            group_score[g] = size > 1 ? first + second : first;
         }
-        for (int64_t i = 0; i < of.kept; i++) take_largest(best, of.groups);
-        for (int64_t g = 0; g < of.groups; g++)
-            if (best[g] != -INFINITE) std::fill(choice + g * size, choice + (g + 1) * size, -INFINITE);
+        for (int64_t i = 0; i < experts.kept; i++) take_largest(group_score, experts.groups);
+        for (int64_t g = 0; g < experts.groups; g++)
+            if (group_score[g] != -INFINITE) std::fill(choice + g * size, choice + (g + 1) * size, -INFINITE);
     }
-    int64_t* picks = m.picks + token * of.chosen;
-    float *shares = m.shares + token * of.chosen, sum = of.correction ? 1e-20f : 0.0f;
-    for (int64_t i = 0; i < of.chosen; i++) picks[i] = take_largest(choice, of.count);
-    std::sort(picks, picks + of.chosen);
-    if (!of.correction) {  // exponents go from the largest score down
+    int64_t* picks = m.picks + token * experts.chosen;
+    float *shares = m.shares + token * experts.chosen, sum = experts.correction ? 1e-20f : 0.0f;
+    for (int64_t i = 0; i < experts.chosen; i++) picks[i] = take_largest(choice, experts.count);
+    std::sort(picks, picks + experts.chosen);
+    if (!experts.correction) {  // a softmax; the largest exponent is 0
         float largest = -INFINITE;
-        for (int64_t i = 0; i < of.chosen; i++) largest = std::max(largest, scores[picks[i]]);
-        for (int64_t i = 0; i < of.chosen; i++) {
+        for (int64_t i = 0; i < experts.chosen; i++) largest = std::max(largest, scores[picks[i]]);
+        for (int64_t i = 0; i < experts.chosen; i++) {
             float& score = scores[picks[i]];
             score = score == score ? fast_exp(score - largest) : score;
         }
     }
-    for (int64_t i = 0; i < of.chosen; i++) sum += shares[i] = scores[picks[i]];
-    if (of.shared) of.shared[token] = sigmoid(logits[of.count]);
-    for (int64_t i = 0; i < of.chosen; i++) shares[i] = (of.normalise ? shares[i] / sum : shares[i]) * of.scaling;
+    for (int64_t i = 0; i < experts.chosen; i++) sum += shares[i] = scores[picks[i]];
+    if (experts.shared) experts.shared[token] = sigmoid(logits[experts.count]);
+    for (int64_t i = 0; i < experts.chosen; i++)
+        shares[i] = (experts.normalise ? shares[i] / sum : shares[i]) * experts.scaling;
 }
 
-// Rows for all picks, expert by expert.
+// Assigns rows to all picks, expert by expert (m.places), and lists the experts that were picked (m.runs).
 void group_picks(const Model& m, const Op& op, int64_t tokens) {
     const int64_t picks = tokens * op.experts->chosen;
     std::vector<int64_t> rows(op.experts->count);
@@ -94,6 +95,7 @@ void group_picks(const Model& m, const Op& op, int64_t tokens) {
     for (int64_t i = 0; i < picks; i++) m.places[i] = rows[m.picks[i]]++;
 }
 
+// The row of a pick: its token's, as the operand of its expert's product.
 void gather(const Model& m, const Op& op, int64_t pick) {
     const int64_t token = pick / op.experts->chosen;
     const float* from = op.target == WIDE ? m.wide + token * m.ld
@@ -106,10 +108,11 @@ int64_t most_experts(const Op& op, const Step& step) {
     return std::min(op.experts->count, step.tokens * op.experts->chosen);
 }
 
+// Unit `unit` of the products of all experts that were picked.
 void run_expert(const Model& m, const Op& op, const Step& step, int64_t unit) {
     const Units units(op.weight, 1, m.threads, most_experts(op, step));
-    const int64_t at = unit / units.count, *run = m.runs + 1 + 3 * at;
-    if (at >= m.runs[0]) return;
+    const int64_t index = unit / units.count, *run = m.runs + 1 + 3 * index;
+    if (index >= m.runs[0]) return;
     const Weight* weight = (op.target == WIDE ? op.experts->up : op.experts->down) + run[0];
     const Product job{weight,        m.picked, m.operand_ld, m.picked_scale,
                       m.picked_wide, m.ld,     STORE,        Activation(op.activation),

@@ -14,19 +14,20 @@
 
 namespace {
 
-constexpr float SMALLEST = 0x1p-119f;  // 127 / SMALLEST is finite, and SMALLEST / 127 is not subnormal
-constexpr float LIMIT = 32639.0f;      // 127 * 256 + 127: the largest number that two signed bytes make
+// 127 / SMALLEST_MAGNITUDE is finite, and SMALLEST_MAGNITUDE / 127 is not subnormal.
+constexpr float SMALLEST_MAGNITUDE = 0x1p-119f;
+constexpr float LARGEST_INTEGER = 32639.0f;  // of 16 bits that are two signed bytes: 127 * 256 + 127
 
-// In lanes, the bits of the largest magnitudes of AT_ONCE numbers of a row from `i` on. As integers, the bits of a NaN
-// are larger than those of infinity, and these are larger than those of any other number.
-constexpr int64_t AT_ONCE = 32;
+// The bits of the magnitudes of MAGNITUDES numbers of a row from `i` on; each lane has the larger of two. As integers,
+// the bits of a NaN are larger than those of infinity, and these are larger than those of any other number.
+constexpr int64_t MAGNITUDES = 32;
 template <typename T>
 inline Words magnitude_bits(const T* values, int64_t k, int64_t i) {
     const Words most = splat_word(0x7fffffff);
     return larger(as_words(numbers_at(values, k, i)) & most, as_words(numbers_at(values, k, i + 16)) & most);
 }
 inline Words magnitude_bits(const uint16_t* values, int64_t k, int64_t i) {
-    if (i + AT_ONCE > k) return magnitude_bits<uint16_t>(values, k, i);
+    if (i + MAGNITUDES > k) return magnitude_bits<uint16_t>(values, k, i);
     const Words pairs = load_words(values + i), most = splat_word(0x7fff0000);
     return larger(pairs & most, shift_left32<16>(pairs) & most);
 }
@@ -36,16 +37,16 @@ inline Words magnitude_bits(const uint16_t* values, int64_t k, int64_t i) {
 template <typename T>
 float largest_magnitude(const T* values, int64_t k) {
     Words largest[2] = {zero_words(), zero_words()};
-    for (int64_t i = 0; i < k; i += 2 * AT_ONCE)
+    for (int64_t i = 0; i < k; i += 2 * MAGNITUDES)
         for (int64_t half = 0; half < 2; half++)
-            largest[half] = larger(largest[half], magnitude_bits(values, k, i + half * AT_ONCE));
+            largest[half] = larger(largest[half], magnitude_bits(values, k, i + half * MAGNITUDES));
     const int32_t bits = largest_of(larger(largest[0], largest[1]));
     float top;
     std::memcpy(&top, &bits, 4);
     return std::isfinite(top) ? top : std::numeric_limits<float>::quiet_NaN();
 }
 
-// Sixteen numbers of 16 bits: of each four the first and the third, then the second and the fourth.
+// Stores sixteen numbers of 16 bits: of each four the first and the third, then the second and the fourth.
 inline void store_halves(int8_t* p, Words x) {
     alignas(16) static constexpr int8_t ORDER[16] = {0, 1, 8, 9, 4, 5, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1};
     alignas(64) int8_t quarters[64];
@@ -53,14 +54,14 @@ inline void store_halves(int8_t* p, Words x) {
     for (int i = 0; i < 4; i++) std::memcpy(p + 8 * i, quarters + 16 * i, 8);
 }
 
-// A row as integers, in steps of its largest value / LIMIT: 256 high + low, both signed bytes in the order of
+// A row as integers, in steps of its largest value / LARGEST_INTEGER: 256 high + low, both signed bytes in the order of
 // BYTE_PLANES, or one number of 16 bits (INTEGER_HALVES). Weights are stored unsigned, with an offset, so the row is
 // followed by the corrections of its sums: for each group of inputs, -offset times the sum of the lows, and of the
 // highs.
 void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, float* scale) {
     const float top = largest_magnitude(values, k);
-    *scale = top / LIMIT;
-    const Floats inverse = splat(top > 0 ? LIMIT / top : 0.0f);
+    *scale = top / LARGEST_INTEGER;
+    const Floats inverse = splat(top > 0 ? LARGEST_INTEGER / top : 0.0f);
     const int64_t kpad = padded_inputs(k, kind), group = kind == INT4 ? GROUP : kpad, offset = kind == INT4 ? 8 : 128;
     int8_t* sums = out + 2 * kpad;
     for (int64_t begin = 0; begin < kpad; begin += group) {
@@ -113,15 +114,16 @@ class BlockSums {
 };
 
 // Stores the scale of a row, its largest value / 127, and returns 127 / that value. A scale is never 0: the largest
-// value of a row counts as SMALLEST at least.
+// value of a row counts as SMALLEST_MAGNITUDE at least.
 template <typename T>
 float scale_of_bytes(const T* values, int64_t k, float* scale) {
-    const float top = std::max(largest_magnitude(values, k), SMALLEST);  // the first one if that is NaN
+    const float top = std::max(largest_magnitude(values, k), SMALLEST_MAGNITUDE);  // the first one if that is NaN
     *scale = top / 127.0f;
     return 127.0f / top;
 }
 
-// A row as signed bytes; returns the sum of [begin, end), in lanes.
+// Numbers [begin, end) of a row as signed bytes, in steps of 1 / inverse; returns their sum, in parts: one in each
+// lane.
 template <typename T>
 inline Words to_bytes(const T* values, int64_t k, int64_t begin, int64_t end, float inverse, int8_t* out) {
     const Floats steps = splat(inverse);
@@ -141,16 +143,16 @@ inline Words to_bytes(const T* values, int64_t k, int64_t begin, int64_t end, fl
     return sum;
 }
 
-// For weights in INT8: the row, and the correction of its sum for their offset of 128.
+// A row for weights in INT8: bytes [kpad], and the correction of its sums for the weights' offset of 128.
 template <typename T>
 void make_bytes(const T* values, int64_t k, int8_t* out, float* scale) {
     const float inverse = scale_of_bytes(values, k, scale);
     const int64_t kpad = padded_inputs(k, BYTES);
-    const int32_t behind = int32_t(-128 * int64_t(total_of(to_bytes(values, k, 0, kpad, inverse, out))));
-    std::memcpy(out + kpad, &behind, 4);
+    const int32_t correction = int32_t(-128 * int64_t(total_of(to_bytes(values, k, 0, kpad, inverse, out))));
+    std::memcpy(out + kpad, &correction, 4);
 }
 
-// For weights in INT4: the row and its BlockSums.
+// A row for weights in INT4: bytes [kpad], and its BlockSums.
 template <typename T>
 void make_summed_bytes(const T* values, int64_t k, int8_t* out, float* scale) {
     const float inverse = scale_of_bytes(values, k, scale);

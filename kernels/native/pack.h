@@ -15,8 +15,8 @@
 
 namespace {
 
-constexpr int64_t MOVED = 16;  // words of each row that are moved together
-enum Refused : int64_t { NOT_A_NUMBER = 1, NEGATIVE_SCALE = 2 };
+constexpr int64_t MOVED_WORDS = 16;                               // words of each row that are packed together
+enum Refused : int64_t { NOT_A_NUMBER = 1, NEGATIVE_SCALE = 2 };  // bits
 
 struct Packing {
     int64_t kind, n, k, kpad;
@@ -26,15 +26,16 @@ struct Packing {
     const uint8_t* scales;  // NVFP4: [rows, k / 16], e4m3
     int64_t scale_stride;
     uint8_t* out;
-    int64_t begin;  // the panel at `out`
+    int64_t begin;  // index of the panel at `out`
 };
 
-// Four numbers of four bits -> a byte each, and the reverse for the low halves of four bytes.
-inline uint32_t to_bytes(uint32_t four) {
+// Four numbers of four bits, in the lower half of a word, as a byte each; and the reverse for the lower halves of four
+// bytes.
+inline uint32_t nibbles_to_bytes(uint32_t four) {
     four = (four | four << 8) & 0x00ff00ff;
     return (four | four << 4) & 0x0f0f0f0f;
 }
-inline uint32_t from_bytes(uint32_t bytes) {
+inline uint32_t bytes_to_nibbles(uint32_t bytes) {
     bytes &= 0x0f0f0f0f;
     bytes = (bytes | bytes >> 4) & 0x00ff00ff;
     return (bytes | bytes >> 8) & 0xffff;
@@ -43,19 +44,19 @@ inline uint32_t from_bytes(uint32_t bytes) {
 // For each e4m3 number that is not negative, the byte that Nvfp4 reads: of (1 + m / 8) * 2^(8 - d), m in bits 4 to 6,
 // the lowest bit of d in bit 7, the others in bits 0 to 3; 0 for zero.
 struct ScaleBytes {
-    uint8_t of[128];
+    uint8_t bytes[128];
     ScaleBytes() {
-        of[0] = 0;
+        bytes[0] = 0;
         for (int i = 1; i < 128; i++) {
             int m = i & 7, d = 15 - (i >> 3);
             if (i < 8)  // subnormal: m / 8 * 2^-6
                 for (d = 14; m < 8; d++) m *= 2;
-            of[i] = uint8_t((m & 7) << 4 | (d & 1) << 7 | d >> 1);
+            bytes[i] = uint8_t((m & 7) << 4 | (d & 1) << 7 | d >> 1);
         }
     }
 };
 
-// One panel. A unit of work.
+// Packs one panel, which is a unit of work.
 class PanelOfRows {
   public:
     PanelOfRows(const Packing& job, int64_t panel) : job_(job), out_(job.out) {
@@ -75,8 +76,8 @@ class PanelOfRows {
 
     // Returns what the compiled products do not take: a combination of `Refused`.
     int64_t pack() {
-        for (int64_t begin = 0; begin < words_; begin += MOVED) {
-            const int64_t count = std::min(MOVED, words_ - begin);
+        for (int64_t begin = 0; begin < words_; begin += MOVED_WORDS) {
+            const int64_t count = std::min(MOVED_WORDS, words_ - begin);
             for (int64_t r = 0; r < PANEL; r++) read(r, begin);
             switch (job_.kind) {
                 case FP8: put_fp8(begin, count); break;
@@ -89,17 +90,17 @@ class PanelOfRows {
     }
 
   private:
-    // Words [begin, begin + MOVED) of a row; zero numbers behind its end.
+    // Words [begin, begin + MOVED_WORDS) of a row; zero numbers behind its end.
     void read(int64_t r, int64_t begin) {
-        const int64_t at = 4 * begin, there = rows_[r] ? std::min(4 * MOVED, bytes_ - at) : 0;
+        const int64_t at = 4 * begin, available = rows_[r] ? std::min(4 * MOVED_WORDS, bytes_ - at) : 0;
         uint8_t* to = reinterpret_cast<uint8_t*>(moved_[r]);
-        if (there == 4 * MOVED) std::memcpy(to, rows_[r] + at, 4 * MOVED);
+        if (available == 4 * MOVED_WORDS) std::memcpy(to, rows_[r] + at, 4 * MOVED_WORDS);
         else {
-            std::memset(to, job_.kind == INT4 ? 0x88 : 0, 4 * MOVED);
-            if (there > 0) std::memcpy(to, rows_[r] + at, there);
+            std::memset(to, job_.kind == INT4 ? 0x88 : 0, 4 * MOVED_WORDS);
+            if (available > 0) std::memcpy(to, rows_[r] + at, available);
         }
-        if (job_.kind == INT4 && job_.k % 2 && there > 0 && at + there == bytes_)
-            to[there - 1] = uint8_t((to[there - 1] & 15) | 0x80);
+        if (job_.kind == INT4 && job_.k % 2 && available > 0 && at + available == bytes_)
+            to[available - 1] = uint8_t((to[available - 1] & 15) | 0x80);
     }
 
     // [words][64]: BF16, INT8, UINT4.
@@ -109,7 +110,7 @@ class PanelOfRows {
             for (int64_t r = 0; r < PANEL; r++) {
                 uint32_t word = moved_[r][i];
                 if (job_.kind == INT8) word ^= 0x80808080;
-                if (job_.kind == UINT4) word = from_bytes(word) | from_bytes(word >> 4) << 16;
+                if (job_.kind == UINT4) word = bytes_to_nibbles(word) | bytes_to_nibbles(word >> 4) << 16;
                 to[r] = word;
             }
     }
@@ -120,12 +121,12 @@ class PanelOfRows {
         for (int64_t i = 0; i < count; i++, to += PANEL)
             for (int64_t r = 0; r < PANEL / 2; r++) {
                 const uint32_t low = moved_[r][i], high = moved_[r + PANEL / 2][i];
-                to[r] = to_bytes(low & 0xffff) | to_bytes(high & 0xffff) << 4;
-                to[r + PANEL / 2] = to_bytes(low >> 16) | to_bytes(high >> 16) << 4;
+                to[r] = nibbles_to_bytes(low & 0xffff) | nibbles_to_bytes(high & 0xffff) << 4;
+                to[r + PANEL / 2] = nibbles_to_bytes(low >> 16) | nibbles_to_bytes(high >> 16) << 4;
             }
     }
 
-    // Word i of all rows: in each 16 bytes the lower pairs of bytes of four outputs, then their upper pairs.
+    // Stores word i of all rows: in each 16 bytes the lower pairs of bytes of four outputs, then their upper pairs.
     void put_in_pairs(int64_t i, uint8_t* to) {
         for (int64_t r = 0; r < PANEL; r += 4) {
             uint64_t pairs[2] = {0, 0};
@@ -138,25 +139,25 @@ class PanelOfRows {
     }
 
     void put_fp8(int64_t begin, int64_t count) {
-        uint32_t carried = 0;  // 127 + 1 sets a byte's upper bit
+        uint32_t carries = 0;  // e4m3 has NaN as 127 and 255: adding 1 to the lower 7 bits sets a byte's upper bit
         for (int64_t r = 0; r < PANEL; r++)
-            for (int64_t i = 0; i < count; i++) carried |= (moved_[r][i] & 0x7f7f7f7f) + 0x01010101;
-        has_nan_ = has_nan_ || carried & 0x80808080;
+            for (int64_t i = 0; i < count; i++) carries |= (moved_[r][i] & 0x7f7f7f7f) + 0x01010101;
+        has_nan_ = has_nan_ || carries & 0x80808080;
         for (int64_t i = 0; i < count; i++) put_in_pairs(i, out_ + (begin + i) * PANEL * 4);
     }
 
     // Groups of 16 inputs: their scales, then their numbers. In a group whose scale is zero, all numbers are zero.
     void put_nvfp4(int64_t begin, int64_t count) {
-        static const ScaleBytes bytes;
+        static const ScaleBytes scale_bytes;
         for (int64_t i = 0; i < count; i += 2) {
             uint8_t* const to = out_ + (begin + i) / 2 * NVFP4_GROUP_BYTES;
             for (int64_t r = 0; r < PANEL; r++) {
                 const uint8_t scale = scales_[r] ? scales_[r][(begin + i) / 2] : 0;
                 has_nan_ = has_nan_ || (scale & 127) == 127;
                 is_negative_ = is_negative_ || scale > 127;
-                to[r] = bytes.of[scale & 127];
+                to[r] = scale_bytes.bytes[scale & 127];
                 for (uint32_t* word = moved_[r] + i; word < moved_[r] + i + 2; word++)
-                    *word = scale ? to_bytes(*word & 0xffff) | to_bytes(*word >> 16) << 4 : 0;
+                    *word = scale ? nibbles_to_bytes(*word & 0xffff) | nibbles_to_bytes(*word >> 16) << 4 : 0;
             }
             put_in_pairs(i, to + PANEL);  // after the scales, 4 bytes of each output
             put_in_pairs(i + 1, to + PANEL + 4 * PANEL);
@@ -165,9 +166,9 @@ class PanelOfRows {
 
     const Packing& job_;
     uint8_t* out_;
-    int64_t bytes_, words_;  // of a row: as it is stored, and as it is packed
-    const uint8_t *rows_[PANEL], *scales_[PANEL];
-    uint32_t moved_[PANEL][MOVED];
+    int64_t bytes_, words_;                        // of a row: as it is stored, and as it is packed
+    const uint8_t *rows_[PANEL], *scales_[PANEL];  // of each output; null: zeros
+    uint32_t moved_[PANEL][MOVED_WORDS];           // the words that are being packed
     bool has_nan_ = false, is_negative_ = false;
 };
 

@@ -27,7 +27,7 @@ inline float e4m3_to_float(uint8_t v) {
 // layouts).
 class PackedRow {
   public:
-    PackedRow(const Weight& w, int64_t row) : w_(w), r_(row % PANEL), panel_(row / PANEL) {
+    PackedRow(const Weight& w, int64_t row) : w_(w), row_(row % PANEL), panel_(row / PANEL) {
         data_ = static_cast<const uint8_t*>(w.data) + panel_ * panel_bytes(w);
     }
 
@@ -35,10 +35,10 @@ class PackedRow {
         switch (w_.kind) {
             case BF16:
                 each(to, w_.k, [&](int64_t i) {
-                    return bf16_to_float(word(2 * (i / 2 * 2 * PANEL + r_ * 2 + i % 2)));
+                    return bf16_to_float(word(2 * (i / 2 * 2 * PANEL + row_ * 2 + i % 2)));
                 });
                 break;
-            case COMPACT_BF16: read_compact(w_, panel_, r_, to); break;
+            case COMPACT_BF16: read_compact(w_, panel_, row_, to); break;
             case INT8: read_int8(to); break;
             case INT4: by_group(to, w_.group, [&](int64_t i) { return float(int4(i)); }, w_.zeros, 8.0f); break;
             case UINT4: by_group(to, w_.group, [&](int64_t i) { return float(uint4(i)); }, w_.zeros, 8.0f); break;
@@ -57,27 +57,27 @@ class PackedRow {
     void by_group(float* to, int64_t group, const F& number, const float* zeros = nullptr, float zero = 0.0f) const {
         const int64_t groups = (w_.k + group - 1) / group;
         for (int64_t g = 0; g < groups; g++) {
-            const int64_t at = (panel_ * groups + g) * PANEL + r_, end = std::min(w_.k, (g + 1) * group);
+            const int64_t at = (panel_ * groups + g) * PANEL + row_, end = std::min(w_.k, (g + 1) * group);
             const float scale = w_.bf16_scale ? bf16_to_float(w_.bf16_scale[at]) : w_.scale[at],
-                        less = zeros ? zeros[at] : zero;
-            for (int64_t i = g * group; i < end; i++) to[i] = (number(i) - less) * scale;
+                        zero_point = zeros ? zeros[at] : zero;
+            for (int64_t i = g * group; i < end; i++) to[i] = (number(i) - zero_point) * scale;
         }
     }
     void read_int8(float* to) const {
-        const float scale = w_.scale[panel_ * PANEL + r_];
+        const float scale = w_.scale[panel_ * PANEL + row_];
         each(to, w_.k, [&](int64_t i) {
-            return float(int8_t(data_[(i / 4 * PANEL + r_) * 4 + i % 4] ^ 0x80)) * scale;
+            return float(int8_t(data_[(i / 4 * PANEL + row_) * 4 + i % 4] ^ 0x80)) * scale;
         });
     }
     void read_nvfp4(float* to) const {
         static constexpr float sizes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-        const float outer = w_.outer[panel_ * PANEL + r_];
+        const float outer = w_.outer[panel_ * PANEL + row_];
         for (int64_t begin = 0; begin < w_.k; begin += NVFP4_GROUP) {
-            const uint8_t *block = data_ + begin / NVFP4_GROUP * NVFP4_GROUP_BYTES, byte = block[r_];
-            const float scale = scales_.of[byte];
+            const uint8_t *block = data_ + begin / NVFP4_GROUP * NVFP4_GROUP_BYTES, byte = block[row_];
+            const float scale = scales_.numbers[byte];
             for (int64_t j = 0; j < NVFP4_GROUP; j++) {
-                const uint8_t two = block[PANEL + j / 8 * 4 * PANEL + in_pairs(j % 4)],
-                              code = j & 4 ? two >> 4 : two & 15;
+                const uint8_t pair = block[PANEL + j / 8 * 4 * PANEL + in_pairs(j % 4)],
+                              code = j & 4 ? pair >> 4 : pair & 15;
                 to[begin + j] = (code & 8 ? -sizes[code & 7] : sizes[code]) * scale * outer;
             }
         }
@@ -88,32 +88,37 @@ class PackedRow {
         return found;
     }
     int int4(int64_t i) const {
-        const uint8_t two = data_[(i / 4 * (PANEL / 2) + r_ % (PANEL / 2)) * 4 + i % 4];
-        return r_ < PANEL / 2 ? two & 15 : two >> 4;
+        const uint8_t pair = data_[(i / 4 * (PANEL / 2) + row_ % (PANEL / 2)) * 4 + i % 4];
+        return row_ < PANEL / 2 ? pair & 15 : pair >> 4;
     }
-    int uint4(int64_t i) const { return word((i / 8 * PANEL + r_) * 4 + i % 2 * 2) >> (i % 8 / 2 * 4) & 15; }
-    // Where the byte of input i is: 4 inputs of 4 outputs lie together, the lower two inputs of each first.
-    int64_t in_pairs(int64_t i) const { return i / 4 * 4 * PANEL + r_ / 4 * 16 + i % 4 / 2 * 8 + r_ % 4 * 2 + i % 2; }
+    int uint4(int64_t i) const { return word((i / 8 * PANEL + row_) * 4 + i % 2 * 2) >> (i % 8 / 2 * 4) & 15; }
+    // The index of input i's byte in fp8: 4 inputs of 4 outputs are stored together, the lower two inputs of each
+    // first.
+    int64_t in_pairs(int64_t i) const {
+        return i / 4 * 4 * PANEL + row_ / 4 * 16 + i % 4 / 2 * 8 + row_ % 4 * 2 + i % 2;
+    }
 
+    // The number of each byte.
     struct E4m3 {
-        float of[256];
+        float numbers[256];
         E4m3() {
-            for (int i = 0; i < 256; i++) of[i] = e4m3_to_float(uint8_t(i));
+            for (int i = 0; i < 256; i++) numbers[i] = e4m3_to_float(uint8_t(i));
         }
-        float operator[](uint8_t v) const { return of[v]; }
+        float operator[](uint8_t v) const { return numbers[v]; }
     };
-    // Of the bytes that `ScaleBytes` makes; of zero any number, since all numbers of that group are zero.
+    // The scale of each byte that `ScaleBytes` makes; of zero any number, since all numbers of that group are zero.
     struct Scales {
-        float of[256];
+        float numbers[256];
         Scales() {
-            for (int i = 0; i < 256; i++) of[i] = std::ldexp(1.0f + (i >> 4 & 7) / 8.0f, 8 - ((i & 15) << 1 | i >> 7));
+            for (int i = 0; i < 256; i++)
+                numbers[i] = std::ldexp(1.0f + (i >> 4 & 7) / 8.0f, 8 - ((i & 15) << 1 | i >> 7));
         }
     };
     static inline const E4m3 fp8_;
     static inline const Scales scales_;
     const Weight& w_;
-    const int64_t r_, panel_;
-    const uint8_t* data_;
+    const int64_t row_, panel_;  // the row within its panel
+    const uint8_t* data_;        // of the panel
 };
 
 // Row `id` of a table that is a packed weight, rounded to bfloat16 if that is the table's dtype.
