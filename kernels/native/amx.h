@@ -2,11 +2,11 @@
 // AVX-512, with the bits that Intel's manual defines (Software Developer's Manual, volume 2, TDPBF16PS and TDPBSUD), so
 // that a processor without AMX can test what uses them.
 //
-//   configure_tiles  the size of each tile; zeroes them
+//   configure_tiles      sets the size of each tile and zeroes them; release_tiles: after the last use
 //   zero_tile<T>
-//   load_tile<T>     rows that are `stride` bytes apart; store_tile<T>: the same in the other direction
-//   dot_bf16<C, A, B>   C[m][n] += sums over k of pairs A[m][k] B[k][n] of bfloat16
-//   dot_bytes4<C, A, B>  the same over four signed bytes of A and four unsigned bytes of B, in int32
+//   load_tile<T>         rows that are `stride` bytes apart; store_tile<T>: the same in the other direction
+//   dot_bf16<C, A, B>    C[m][n] += the sum over k of A[m][k] B[k][n], products of pairs of bfloat16, in float32
+//   dot_bytes4<C, A, B>  the same for products of four signed bytes of A and four unsigned bytes of B, in int32
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// How packed weights are stored.
+// How packed weights and rows of integers are stored: sizes, and what depends on the instruction set.
 
 #pragma once
 

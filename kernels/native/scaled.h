@@ -1,4 +1,5 @@
-// Products of plain rows with weights of 8 and 4 bits: fp8, nvfp4, int4 in groups.
+// Products of rows of bfloat16 or float32 with weights of 8 and 4 bits (FP8, NVFP4, UINT4), and the loops over panels
+// that are unpacked, also of compact.h.
 //
 // bfloat16 represents a weight's small number exactly: e4m3 has 4 significant bits, e2m1 times its e4m3 scale 6, int4
 // minus its zero point 5. The sums equal those of the same rows times the unpacked numbers. The other scales are
@@ -21,8 +22,8 @@
 
 namespace {
 
-// A pair of inputs of a row times those of 16 outputs. keep() stores a pair of 16 outputs for `tile_unpacked` or
-// `tile_floats`.
+// A pair of inputs of a row (Cell) times those of 16 outputs (Column). keep() stores a column for `tile_unpacked`: pair
+// `at` of a panel, from output `output` on.
 #if PAIR_PRODUCTS
 struct PairsOfBf16 {
     using Element = uint16_t;
@@ -82,8 +83,8 @@ inline ALWAYS void store_scaled(const Weight& w, int64_t panel, int64_t first, c
     }
 }
 
-// The totals at `out` = sum * scale, of the first group, or += of a later group g, whose scales begin at `scales`. In
-// registers there is no place for them.
+// totals = sum * scale for the first group of inputs, or += for a later group g, whose scales have index `scales`. The
+// totals, at `out` [R, PANEL], are in memory: no registers are left for them.
 template <int R, int V>
 inline ALWAYS void add_group(
     const Weight& w, int64_t scales, int64_t g, int64_t first, const Floats (&sum)[R][V], float* out
@@ -99,7 +100,7 @@ inline ALWAYS void add_group(
     }
 }
 
-// CHUNK inputs of R rows, at `a`, times V vectors of outputs, at `chunk`.
+// Adds the products of CHUNK inputs of R rows, at `a`, with V vectors of outputs, at `chunk`.
 template <class Rows, class Numbers, bool KEPT, int R, int V>
 inline ALWAYS void add_chunk(
     const Numbers& numbers, const typename Numbers::Group (&group)[V], const typename Rows::Element* a, int64_t lda,
@@ -268,7 +269,7 @@ class PackedNumbers {
     int64_t group_end_[2];  // of vectors from 0 on, and from 2 on
 };
 
-// f with the numbers of a packed panel from an input on.
+// f(numbers) with the numbers of a packed panel from an input on.
 template <class F>
 void with_panel(const Weight& w, int64_t panel, int64_t input, const F& f) {
     if (w.kind == COMPACT_BF16) {

@@ -62,7 +62,7 @@ Prefetch prefetch_of(int64_t tile, int64_t tiles, const char* next, int64_t byte
     return part;
 }
 
-// f(0), f(1) ... f(N - 1), each with a constant: what it indexes can stay in registers.
+// f(0), f(1) ... f(N - 1), each with a constant, so that what is indexed with it can stay in registers.
 template <int... I, class F>
 inline ALWAYS void unrolled(std::integer_sequence<int, I...>, const F& f) {
     (f(I), ...);
@@ -84,7 +84,7 @@ inline ALWAYS void in_groups(int64_t count, Visit&& visit) {
     if (count - first == 1) visit(std::integral_constant<int, 1>(), first);
 }
 
-struct Inputs {  // [begin, end) of a product's, begin a multiple of 2
+struct Inputs {  // some of a product's: [begin, end). begin is a multiple of 2
     int64_t begin, end;
 };
 
@@ -418,7 +418,8 @@ __attribute__((noinline)) void add_int8(
     unrolled<V>([&](int v) ALWAYS { unrolled<R>([&](int r) ALWAYS { total[v][r].add(LongSum::of(sum[v][r])); }); });
 }
 
-// R rows times V vectors of an int8 panel, from vector `first` on. Outputs are stored in `out` [R, PANEL].
+// R rows of integers of 16 bits times V vectors of an int8 panel, from vector `first` on. Outputs are stored in `out`,
+// rows of which are PANEL apart.
 template <int R, int V>
 void tile_int8(
     const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int64_t first, Prefetch ahead,
@@ -468,8 +469,8 @@ inline ALWAYS Floats group_sum(const Words (&sum)[ROW_PARTS]) {
     return to_floats(ROW_PARTS == 2 ? add32(sum[0], shift_left32<8>(sum[ROW_PARTS - 1])) : sum[0]);
 }
 
-// R rows of integers of 16 bits times vectors [first, first + V) of an int4 panel. Outputs are stored in `out` [R,
-// PANEL].
+// R rows of integers of 16 bits times vectors [first, first + V) of an int4 panel. Outputs are stored in `out`, rows of
+// which are PANEL apart.
 template <int R, int V>
 __attribute__((noinline)) void add_int4(
     const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int first, Prefetch ahead,
