@@ -49,9 +49,9 @@ struct Stored {
     const float* row_scale;
     Mask m[V];
 
-    inline ALWAYS Stored(const Product& job, int64_t row, int64_t first, int64_t outputs)
-        : to(static_cast<Number*>(job.out) + row * job.ldo + first), ldo(job.ldo), scale(job.scale),
-          row_scale(job.row_scale ? job.row_scale + row : nullptr) {
+    inline ALWAYS Stored(const Product& product, int64_t row, int64_t first, int64_t outputs)
+        : to(static_cast<Number*>(product.out) + row * product.ldo + first), ldo(product.ldo), scale(product.scale),
+          row_scale(product.row_scale ? product.row_scale + row : nullptr) {
         for (int v = 0; v < V; v++)
             m[v] = WHOLE ? Mask(0xffff) : first_lanes(std::max<int64_t>(0, outputs - first - v * 16));
     }
@@ -73,10 +73,10 @@ struct Stored {
 // Stores `rows` rows of sums, V * 16 wide: + bias, the activation, then stored or added. For a gated weight, vectors of
 // gates and of gated outputs alternate, and half as many results are stored.
 template <int64_t STORED, int V, bool WHOLE, bool GATED>
-void finish(const Product& job, const float* sums, int64_t row, int64_t rows, int64_t begin) {
+void finish(const Product& product, const float* sums, int64_t row, int64_t rows, int64_t begin) {
     constexpr int OUT = GATED ? V / 2 : V;
-    const Weight& w = *job.weight;
-    const Stored<STORED, OUT, WHOLE> stored(job, row, GATED ? begin / 2 : begin, GATED ? job.outputs : w.n);
+    const Weight& w = *product.weight;
+    const Stored<STORED, OUT, WHOLE> stored(product, row, GATED ? begin / 2 : begin, GATED ? product.outputs : w.n);
     for (int r = 0; r < rows; r++, sums += PANEL) {
         Floats sum[V], y[OUT];
         for (int v = 0; v < V; v++) sum[v] = load_floats(sums + v * 16);
@@ -86,7 +86,7 @@ void finish(const Product& job, const float* sums, int64_t row, int64_t rows, in
                 sum[v] = sum[v] + load16(w.bias + begin + v * 16, outputs);
             }
         for (int v = 0; v < OUT; v++) y[v] = sum[GATED ? 2 * v : v];
-        activate(y, job.activation);
+        activate(y, product.activation);
         if constexpr (GATED)
             for (int v = 0; v < OUT; v++) y[v] = y[v] * sum[2 * v + 1];
         stored(r, y);
@@ -94,32 +94,32 @@ void finish(const Product& job, const float* sums, int64_t row, int64_t rows, in
 }
 
 template <int64_t STORED, int V>
-void finish(const Product& job, const float* sums, int64_t row, int64_t rows, int64_t begin) {
+void finish(const Product& product, const float* sums, int64_t row, int64_t rows, int64_t begin) {
     if constexpr (STORED != ADD && V > 1)
-        if (job.weight->gated) {
-            if (job.outputs - begin / 2 >= 8 * V) finish<STORED, V, true, true>(job, sums, row, rows, begin);
-            else finish<STORED, V, false, true>(job, sums, row, rows, begin);
+        if (product.weight->gated) {
+            if (product.outputs - begin / 2 >= 8 * V) finish<STORED, V, true, true>(product, sums, row, rows, begin);
+            else finish<STORED, V, false, true>(product, sums, row, rows, begin);
             return;
         }
-    if (job.weight->n - begin >= 16 * V) finish<STORED, V, true, false>(job, sums, row, rows, begin);
-    else finish<STORED, V, false, false>(job, sums, row, rows, begin);
+    if (product.weight->n - begin >= 16 * V) finish<STORED, V, true, false>(product, sums, row, rows, begin);
+    else finish<STORED, V, false, false>(product, sums, row, rows, begin);
 }
 
 template <int V>
-void finish(const Product& job, const float* sums, int64_t row, int64_t rows, int64_t begin) {
-    if (job.store == STORE_BF16) finish<STORE_BF16, V>(job, sums, row, rows, begin);
-    else if (job.store == ADD) finish<ADD, V>(job, sums, row, rows, begin);
-    else finish<STORE, V>(job, sums, row, rows, begin);
+void finish(const Product& product, const float* sums, int64_t row, int64_t rows, int64_t begin) {
+    if (product.store == STORE_BF16) finish<STORE_BF16, V>(product, sums, row, rows, begin);
+    else if (product.store == ADD) finish<ADD, V>(product, sums, row, rows, begin);
+    else finish<STORE, V>(product, sums, row, rows, begin);
 }
 
 // Prefetches the memory that a tile's outputs are stored in or added to before its sums are complete. Stores complete
 // in order, so each one that misses the second-level cache would delay the next ones, and finally the next tile.
 template <int R, int V>
-inline ALWAYS void fetch_outputs(const Product& job, int64_t row, int64_t begin) {
-    const int64_t size = job.store == STORE_BF16 ? 2 : 4, bytes = 16 * V * size / (job.weight->gated ? 2 : 1);
-    const char* to = static_cast<const char*>(job.out) +
-                     (row * job.ldo + (job.weight->gated ? begin / 2 : begin)) * size;
-    for (int r = 0; r < R; r++, to += job.ldo * size)
+inline ALWAYS void fetch_outputs(const Product& product, int64_t row, int64_t begin) {
+    const int64_t size = product.store == STORE_BF16 ? 2 : 4, bytes = 16 * V * size / (product.weight->gated ? 2 : 1);
+    const char* to = static_cast<const char*>(product.out) +
+                     (row * product.ldo + (product.weight->gated ? begin / 2 : begin)) * size;
+    for (int r = 0; r < R; r++, to += product.ldo * size)
         for (int64_t at = 0; at < bytes; at += LINE) fetch_to_write(to + at);
 }
 

@@ -219,15 +219,15 @@ struct Int4Words {
 
     template <int R, int V, class Finish>
     static __attribute__((noinline)) void add(
-        const Product& job, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first,
+        const Product& product, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first,
         TilesPrefetch ahead, const Finish& finish
     ) {
-        const Weight& w = *job.weight;
-        const int64_t lda = 2 * job.lda, begin = panel * PANEL + first * 16, inputs = w.kpad, group = w.group,
+        const Weight& w = *product.weight;
+        const int64_t lda = 2 * product.lda, begin = panel * PANEL + first * 16, inputs = w.kpad, group = w.group,
                       groups = (w.k + group - 1) / group;
-        const char* a = static_cast<const char*>(job.a) + row * lda;
+        const char* a = static_cast<const char*>(product.a) + row * lda;
         for (int64_t left = count; left; left--, row += R, a += R * lda) {
-            fetch_outputs<R, V>(job, row, begin);
+            fetch_outputs<R, V>(product, row, begin);
             const int64_t lines = left <= ahead.tiles ? ahead.lines : 0;
             const char *const a_end = a + inputs, *x = a, *block_sums = a_end;
             const uint8_t* b = columns;
@@ -271,7 +271,7 @@ struct Int4Words {
             in_registers(total);
             finish(row, [&](const auto& finish_row) ALWAYS {
                 unrolled<R>([&](int r) ALWAYS {
-                    const Floats scale = splat(job.scales[row + r]);
+                    const Floats scale = splat(product.scales[row + r]);
                     Floats y[V];
                     unrolled<V>([&](int v) ALWAYS { y[v] = total[r][v] * scale; });
                     finish_row(r, y);
@@ -283,15 +283,15 @@ struct Int4Words {
 
 // Rows [begin, end) times an unpacked panel.
 template <int V>
-void int4_tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, const char* next) {
+void int4_tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, const char* next) {
     if constexpr (INT4_TILES) {
-        const Weight& w = *job.weight;
-        const auto* const bytes = static_cast<const uint8_t*>(job.unpacked);
+        const Weight& w = *product.weight;
+        const auto* const bytes = static_cast<const uint8_t*>(product.unpacked);
         for (int64_t first = 0; first < 4 && panel * PANEL + first * 16 < w.n; first += V) {
             const uint8_t* const columns = bytes + unpacked_at(w, first);
             const char* const prefetched = first ? nullptr : next;
-            if (w.zeros) row_tiles<Int4Words<true>, V>(job, begin, end, columns, panel, first, prefetched);
-            else row_tiles<Int4Words<false>, V>(job, begin, end, columns, panel, first, prefetched);
+            if (w.zeros) row_tiles<Int4Words<true>, V>(product, begin, end, columns, panel, first, prefetched);
+            else row_tiles<Int4Words<false>, V>(product, begin, end, columns, panel, first, prefetched);
         }
     }
 }

@@ -41,7 +41,7 @@ constexpr int64_t LEAST_DIVIDED_INPUTS = 1024;  // only panels of at least so ma
 constexpr int64_t LONG_INPUTS = 3072, LONG_BYTES = 2048, LONG_ROWS = 64, LONG_BLOCK = 256, LONG_PANELS = 8;
 // products_amx.h
 void amx_tiles(
-    const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first, int64_t count,
+    const Product& product, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first, int64_t count,
     const char* next
 );
 #else
@@ -62,46 +62,52 @@ void tile_scaled(
 // R rows, from row `row` on, times V vectors of a panel's outputs, from vector `first` on, for some of the inputs. They
 // are added to `sums` [R, PANEL], unless they are the first inputs. After the last inputs the outputs are stored.
 template <int R, int V>
-void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs inputs, Prefetch ahead, float* sums) {
-    const Weight& w = *job.weight;
+void tile(
+    const Product& product, int64_t row, int64_t panel, int64_t first, Inputs inputs, Prefetch ahead, float* sums
+) {
+    const Weight& w = *product.weight;
     const int64_t begin = panel * PANEL + first * 16;
     const bool last = inputs.end == w.kpad;
-    if (last) fetch_outputs<R, V>(job, row, begin);
-    const uint16_t* a = static_cast<const uint16_t*>(job.a) + row * job.lda;
+    if (last) fetch_outputs<R, V>(product, row, begin);
+    const uint16_t* a = static_cast<const uint16_t*>(product.a) + row * product.lda;
 #if !AMX_TILES
     if (w.kind == BF16)
         tile_bf16<R, V>(
-            a, job.lda, w, panel, first, inputs, static_cast<float*>(job.unpacked), job.unpacks, ahead, sums
+            a, product.lda, w, panel, first, inputs, static_cast<float*>(product.unpacked), product.unpacks, ahead, sums
         );
 #endif
-    if (w.kind == F32) tile_f32<R>(static_cast<const float*>(job.a) + row * job.lda, job.lda, w, panel, sums);
+    if (w.kind == F32)
+        tile_f32<R>(static_cast<const float*>(product.a) + row * product.lda, product.lda, w, panel, sums);
     if constexpr (V == 4)
         if (w.kind >= FP8)
-            tile_scaled<R>(job.a, row, job.lda, w, panel, inputs, job.unpacked, job.unpacks, ahead, sums);
+            tile_scaled<R>(
+                product.a, row, product.lda, w, panel, inputs, product.unpacked, product.unpacks, ahead, sums
+            );
     const int8_t* bytes = reinterpret_cast<const int8_t*>(a);
     if constexpr (V == 4)
         if (w.operand == SUMMED_BYTES)
             tile_int4_bytes<R>(
-                bytes, 2 * job.lda, job.scales + row, w, panel, static_cast<uint8_t*>(job.unpacked), job.unpacks, ahead,
-                sums
+                bytes, 2 * product.lda, product.scales + row, w, panel, static_cast<uint8_t*>(product.unpacked),
+                product.unpacks, ahead, sums
             );
     if constexpr (R <= INTEGER_TILE_ROWS) {
-        if (w.operand == INT8) tile_int8<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, sums);
-        if (w.operand == INT4) tile_int4<R>(bytes, 2 * job.lda, job.scales + row, w, panel, ahead, sums);
+        if (w.operand == INT8)
+            tile_int8<R, V>(bytes, 2 * product.lda, product.scales + row, w, panel, first, ahead, sums);
+        if (w.operand == INT4) tile_int4<R>(bytes, 2 * product.lda, product.scales + row, w, panel, ahead, sums);
     }
-    if (last) finish<V>(job, sums, row, R, begin);
+    if (last) finish<V>(product, sums, row, R, begin);
 }
 
 // tile<rows, V>.
 template <int V, int R = 1>
 void tile_of(
-    int64_t rows, const Product& job, int64_t row, int64_t panel, int64_t first, Inputs inputs, Prefetch ahead,
+    int64_t rows, const Product& product, int64_t row, int64_t panel, int64_t first, Inputs inputs, Prefetch ahead,
     float* sums
 ) {
     if constexpr (R < MOST_TILE_ROWS) {
-        if (rows > R) return tile_of<V, R + 1>(rows, job, row, panel, first, inputs, ahead, sums);
+        if (rows > R) return tile_of<V, R + 1>(rows, product, row, panel, first, inputs, ahead, sums);
     }
-    tile<R, V>(job, row, panel, first, inputs, ahead, sums);
+    tile<R, V>(product, row, panel, first, inputs, ahead, sums);
 }
 
 // Inputs of a slice for `tile_count` tiles. No group whose sums are scaled is divided. Without instructions for pairs,
@@ -149,33 +155,35 @@ bool are_words(const Weight& w, const Division& division) {
            (w.kind == BF16 || (w.kind >= FP8 && summed_groups(w) == 1));
 }
 
-// `tiles` below, for such panels. `already_unpacked`: whether job.unpacked holds the panel.
+// `tiles` below, for such panels. `already_unpacked`: whether product.unpacked holds the panel.
 void word_tiles(
-    Product& job, const Division& division, bool already_unpacked, int64_t begin, int64_t end, int64_t panel,
+    Product& product, const Division& division, bool already_unpacked, int64_t begin, int64_t end, int64_t panel,
     int64_t first, int64_t count, const char* next
 ) {
-    const Weight& w = *job.weight;
-    if (job.unpacked && !already_unpacked) {  // the first tile stores the panel for the others
+    const Weight& w = *product.weight;
+    if (product.unpacked && !already_unpacked) {  // the first tile stores the panel for the others
         alignas(64) float sums[MOST_TILE_ROWS * PANEL];
         const int64_t rows = (end - begin) / division.tile_count;
-        job.unpacks = true;
-        tile_of<4>(rows, job, begin, panel, first, {0, w.kpad}, {}, sums);
+        product.unpacks = true;
+        tile_of<4>(rows, product, begin, panel, first, {0, w.kpad}, {}, sums);
         begin += rows;
     }
-    if (w.operand == SUMMED_BYTES) return int4_tiles<UNPACKED_VECTORS>(job, begin, end, panel, next);
+    if (w.operand == SUMMED_BYTES) return int4_tiles<UNPACKED_VECTORS>(product, begin, end, panel, next);
 #if PAIR_PRODUCTS
-    const void* const columns = job.unpacked ? job.unpacked
-                                             : static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
-    row_tiles<WordTiles<PairWords>>(job, begin, end, static_cast<const uint8_t*>(columns), panel, first, count, next);
+    const void* const columns = product.unpacked ? product.unpacked
+                                                 : static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
+    row_tiles<WordTiles<PairWords>>(
+        product, begin, end, static_cast<const uint8_t*>(columns), panel, first, count, next
+    );
 #endif
 }
 
 // `tiles` below for others, one tile at a time.
 void slice_tiles(
-    Product& job, const Division& division, bool already_unpacked, int64_t begin, int64_t end, int64_t panel,
+    Product& product, const Division& division, bool already_unpacked, int64_t begin, int64_t end, int64_t panel,
     int64_t first, int64_t count, const char* next
 ) {
-    const Weight& w = *job.weight;
+    const Weight& w = *product.weight;
     const char* const stored = static_cast<const char*>(w.data) + panel * panel_bytes(w);
     const int64_t tile_count = division.tile_count,
                   inputs_each = (w.kind == INT8 || w.kind == INT4 ? 4 : 2) * PREFETCH_STEPS;
@@ -186,14 +194,14 @@ void slice_tiles(
         const char* const following = count == 4 && inputs.end < w.kpad ? stored + panel_bytes(w) * inputs.end / w.kpad
                                                                         : next;
         for (int64_t i = 0; i < tile_count; i++) {
-            job.unpacks = i == 0 && !already_unpacked;
+            product.unpacks = i == 0 && !already_unpacked;
             const int64_t from = begin + (end - begin) * i / tile_count,
                           to = begin + (end - begin) * (i + 1) / tile_count;
             const Prefetch ahead = prefetch_of(i, tile_count, tile_count > 1 ? following : nullptr, bytes, steps);
             float* const kept = sums + (division.sliced ? (from - begin) * PANEL : 0);
-            if (count == 4) tile_of<4>(to - from, job, from, panel, first, inputs, ahead, kept);
-            else if (count == 2) tile_of<2>(to - from, job, from, panel, first, inputs, ahead, kept);
-            else tile_of<1>(to - from, job, from, panel, first, inputs, ahead, kept);
+            if (count == 4) tile_of<4>(to - from, product, from, panel, first, inputs, ahead, kept);
+            else if (count == 2) tile_of<2>(to - from, product, from, panel, first, inputs, ahead, kept);
+            else tile_of<1>(to - from, product, from, panel, first, inputs, ahead, kept);
         }
     }
 }
@@ -206,26 +214,26 @@ bool multiplies_slices(const Weight& w) {
 // Rows [begin, end) times `count` vectors of a panel, from vector `first` on. `next`: a panel to prefetch during the
 // last tiles; a single tile does not prefetch.
 void tiles(
-    const Product& product, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next
+    const Product& original, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next
 ) {
-    const Weight& w = *product.weight;
+    const Weight& w = *original.weight;
 #if AMX_TILES
     // Rows that are multiplied without tiles of AMX.
     const int64_t few = w.operand == BF16 ? 0 : w.operand == BYTES ? MOST_TILE_ROWS : INTEGER_TILE_ROWS;
     if (multiplies_slices(w) && end - begin > few)
-        return amx_tiles(product, begin, end, panel, panel + 1, first, count, next);
+        return amx_tiles(original, begin, end, panel, panel + 1, first, count, next);
 #endif
     if (w.operand == BYTES) {
         const uint8_t* const columns = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
-        return row_tiles<WordTiles<ByteWords>>(product, begin, end, columns, panel, first, count, next);
+        return row_tiles<WordTiles<ByteWords>>(original, begin, end, columns, panel, first, count, next);
     }
     const Division division(w, end - begin);
-    Product job = product;
-    if (const int64_t size = unpacked_size(w, division)) job.unpacked = thread_memory<Use::PANEL>(size);
-    const bool already_unpacked = job.unpacked &&
+    Product product = original;
+    if (const int64_t size = unpacked_size(w, division)) product.unpacked = thread_memory<Use::PANEL>(size);
+    const bool already_unpacked = product.unpacked &&
                                   unpacked_before(w, division.length == w.kpad && count == 4 ? panel : -1);
-    if (are_words(w, division)) word_tiles(job, division, already_unpacked, begin, end, panel, first, count, next);
-    else slice_tiles(job, division, already_unpacked, begin, end, panel, first, count, next);
+    if (are_words(w, division)) word_tiles(product, division, already_unpacked, begin, end, panel, first, count, next);
+    else slice_tiles(product, division, already_unpacked, begin, end, panel, first, count, next);
 }
 
 // Whether rows and a panel are too long for the second-level cache.
@@ -272,10 +280,10 @@ struct Units {
 
 // The panel that a thread will probably take after a unit: the next of its lane, or the first of its lane in the
 // following product. Null if that panel is loaded already.
-const char* next_panel(const Product& job, const Units& units, int64_t unit) {
+const char* next_panel(const Product& product, const Units& units, int64_t unit) {
     const int64_t lane = ((unit + 1) * units.threads - 1) / units.count,
                   last = lane_begin(units.count, units.threads, lane + 1) - 1;
-    const Weight* weight = unit < last ? job.weight : job.next;
+    const Weight* weight = unit < last ? product.weight : product.next;
     if (units.parts > 1 || !weight || weight->kind == F32) return nullptr;
     const Units next = unit < last ? units : Units(*weight, units.rows, units.threads);
     const int64_t panel = next.panel_of(unit < last ? unit + 1 : lane_begin(next.count, next.threads, lane));
@@ -284,24 +292,26 @@ const char* next_panel(const Product& job, const Units& units, int64_t unit) {
 }
 
 // A unit for rows [begin, end).
-void run_rows(const Product& job, const Units& units, int64_t unit, int64_t begin, int64_t end) {
-    const char* const next = next_panel(job, units, unit);
-    const int64_t from = units.panel_of(unit), to = std::min(from + units.together, panels_of(*job.weight)),
+void run_rows(const Product& product, const Units& units, int64_t unit, int64_t begin, int64_t end) {
+    const char* const next = next_panel(product, units, unit);
+    const int64_t from = units.panel_of(unit), to = std::min(from + units.together, panels_of(*product.weight)),
                   first = units.first_part(unit) * (4 / units.parts);
 #if AMX_TILES
-    if (units.together > 1 && end - begin >= LONG_ROWS) return amx_tiles(job, begin, end, from, to, 0, 4, next);
+    if (units.together > 1 && end - begin >= LONG_ROWS) return amx_tiles(product, begin, end, from, to, 0, 4, next);
 #endif
     for (int64_t panel = from; panel < to; panel++) {
-        const int64_t left = job.weight->n - panel * PANEL - first * 16;
+        const int64_t left = product.weight->n - panel * PANEL - first * 16;
         if (left <= 0) return;
-        const int64_t needed = left > 32 || !divisible(*job.weight) ? 4 : left > 16 || job.weight->gated ? 2 : 1;
-        tiles(job, begin, end, panel, first, std::min(4 / units.parts, needed), next);
+        const int64_t needed = left > 32 || !divisible(*product.weight) ? 4
+                               : left > 16 || product.weight->gated     ? 2
+                                                                        : 1;
+        tiles(product, begin, end, panel, first, std::min(4 / units.parts, needed), next);
     }
 }
 
-void run_unit(const Product& job, const Units& units, int64_t unit, int64_t rows, int64_t before = 0) {
+void run_unit(const Product& product, const Units& units, int64_t unit, int64_t rows, int64_t before = 0) {
     const auto [begin, end] = units.rows_of(unit, rows);
-    run_rows(job, units, unit, before + begin, before + end);
+    run_rows(product, units, unit, before + begin, before + end);
 }
 
 }  // namespace

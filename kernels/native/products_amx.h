@@ -22,31 +22,31 @@ namespace {
 // Turns sums of bytes [rows, PANEL], of V vectors of a panel from `first` on, into outputs as float32, in place. The
 // correction for the weights' offset is stored after a row's bytes (make_bytes).
 template <int V>
-void scale_bytes(const Product& job, int64_t row, int64_t rows, int64_t panel, int64_t first, float* sums) {
-    const Weight& w = *job.weight;
-    const char* corrections = static_cast<const char*>(job.a) + 2 * row * job.lda + w.kpad;
+void scale_bytes(const Product& product, int64_t row, int64_t rows, int64_t panel, int64_t first, float* sums) {
+    const Weight& w = *product.weight;
+    const char* corrections = static_cast<const char*>(product.a) + 2 * row * product.lda + w.kpad;
     Floats scale[V];
     for (int v = 0; v < V; v++) scale[v] = load_floats(w.scale + panel * PANEL + (first + v) * 16);
-    for (int64_t r = 0; r < rows; r++, corrections += 2 * job.lda, sums += PANEL)
+    for (int64_t r = 0; r < rows; r++, corrections += 2 * product.lda, sums += PANEL)
         for (int v = 0; v < V; v++) {
             const Words sum = add32(load_words(sums + v * 16), broadcast_word(corrections));
-            store_floats(sums + v * 16, (to_floats(sum) * splat(job.scales[row + r])) * scale[v]);
+            store_floats(sums + v * 16, (to_floats(sum) * splat(product.scales[row + r])) * scale[v]);
         }
 }
 
 // The same for rows of 16 bits. sums [2, AMX_ROWS, PANEL]: of the lows, which the outputs replace, and of the highs.
 // Two corrections are stored after a row (make_integers).
 template <int V>
-void scale_integers(const Product& job, int64_t row, int64_t rows, int64_t panel, int64_t first, float* sums) {
-    const Weight& w = *job.weight;
-    const char* corrections = static_cast<const char*>(job.a) + 2 * row * job.lda + 2 * w.kpad;
-    for (int64_t r = 0; r < rows; r++, corrections += 2 * job.lda, sums += PANEL)
+void scale_integers(const Product& product, int64_t row, int64_t rows, int64_t panel, int64_t first, float* sums) {
+    const Weight& w = *product.weight;
+    const char* corrections = static_cast<const char*>(product.a) + 2 * row * product.lda + 2 * w.kpad;
+    for (int64_t r = 0; r < rows; r++, corrections += 2 * product.lda, sums += PANEL)
         for (int v = 0; v < V; v++) {
             const Words low = load_words(sums + v * 16), high = load_words(sums + AMX_ROWS * PANEL + v * 16);
             const LongSum sum =
                 LongSum::of(add32(low, broadcast_word(corrections)), add32(high, broadcast_word(corrections + 4)));
             const Floats scale = load_floats(w.scale + panel * PANEL + (first + v) * 16);
-            store_floats(sums + v * 16, (sum.rounded() * scale) * splat(job.scales[row + r]));
+            store_floats(sums + v * 16, (sum.rounded() * scale) * splat(product.scales[row + r]));
         }
 }
 
@@ -62,13 +62,13 @@ inline void scale_outputs(const Weight& w, int64_t panel, int64_t rows, float* s
 // whose sums were scaled separately.
 template <int V>
 void finish_tiles(
-    const Product& job, int64_t row, int64_t rows, int64_t panel, int64_t first, int64_t groups, float* sums
+    const Product& product, int64_t row, int64_t rows, int64_t panel, int64_t first, int64_t groups, float* sums
 ) {
-    const Weight& w = *job.weight;
-    if (w.operand == BYTES) scale_bytes<V>(job, row, rows, panel, first, sums);
-    else if (w.operand == INT8) scale_integers<V>(job, row, rows, panel, first, sums);
+    const Weight& w = *product.weight;
+    if (w.operand == BYTES) scale_bytes<V>(product, row, rows, panel, first, sums);
+    else if (w.operand == INT8) scale_integers<V>(product, row, rows, panel, first, sums);
     else if (groups == 1) scale_outputs(w, panel, rows, sums);
-    finish<V>(job, sums, row, rows, panel * PANEL + first * 16);
+    finish<V>(product, sums, row, rows, panel * PANEL + first * 16);
 }
 
 // f(numbers) with the numbers of V vectors of a panel from `first` on, of inputs from `input` on. Only whole panels
@@ -83,14 +83,15 @@ void with_columns(const Weight& w, int64_t panel, int64_t first, int64_t input, 
 
 // At most AMX_ROWS rows times V vectors of a panel.
 template <class Dot, int V>
-void one_tile(const Product& job, int64_t row, int64_t rows, int64_t panel, int64_t first) {
+void one_tile(const Product& product, int64_t row, int64_t rows, int64_t panel, int64_t first) {
     using Block = TileBlock<Dot, 1, V>;
-    const Weight& w = *job.weight;
+    const Weight& w = *product.weight;
     const int64_t groups = summed_groups(w), length = w.kpad * Dot::SIZE,
                   width = groups > 1 ? w.group * Dot::SIZE : length;
-    const TileRows a = TileRows::consecutive(static_cast<const uint16_t*>(job.a) + row * job.lda, 2 * job.lda, rows);
+    const TileRows a =
+        TileRows::consecutive(static_cast<const uint16_t*>(product.a) + row * product.lda, 2 * product.lda, rows);
     alignas(64) float sums[AMX_ROWS * PANEL], totals[AMX_ROWS * PANEL];
-    for (int64_t r = 0; r < rows; r++) fetch_outputs<1, V>(job, row + r, panel * PANEL + first * 16);
+    for (int64_t r = 0; r < rows; r++) fetch_outputs<1, V>(product, row + r, panel * PANEL + first * 16);
     Block::begin(a);
     if (Dot::SIZE == 1 || w.kind == BF16) {  // the processor's own prefetchers follow a panel that is read as it is
         Stream nothing;
@@ -111,17 +112,18 @@ void one_tile(const Product& job, int64_t row, int64_t rows, int64_t panel, int6
         });
     }
     release_tiles();
-    finish_tiles<V>(job, row, rows, panel, first, groups, groups > 1 ? totals : sums);
+    finish_tiles<V>(product, row, rows, panel, first, groups, groups > 1 ? totals : sums);
 }
 
 // Rows [begin, end) times V vectors of panels [panel, panels_end), in slices. Several panels are multiplied in turn
 // with LONG_BYTES of the rows, which stay in the second-level cache for all of them.
 template <class Dot, int V>
 void sliced_panels(
-    const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first, const char* next
+    const Product& product, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first,
+    const char* next
 ) {
-    const Weight& w = *job.weight;
-    const RowBlocks blocks{job, begin, end, w.operand == INT8};
+    const Weight& w = *product.weight;
+    const RowBlocks blocks{product, begin, end, w.operand == INT8};
     const int64_t groups = summed_groups(w), length = w.kpad * Dot::SIZE, size = blocks.count() * HEIGHT * PANEL;
     const int64_t each = panels_end - panel > 1 ? LONG_BYTES : length;
     float* const sums = thread_memory<Use::ROWS_OR_SUMS>(size * (panels_end - panel));
@@ -135,25 +137,25 @@ void sliced_panels(
             const char* const following = p + 1 < panels_end    ? stored(p + 1, at)
                                           : inputs.end < length ? stored(panel, inputs.end)
                                                                 : next;
-            SlicedProduct<Dot, V> product(blocks, groups, sums + (p - panel) * size);
-            const int64_t ahead = panel_bytes(w) * std::min(product.slice(), length) / length;
+            SlicedProduct<Dot, V> sliced(blocks, groups, sums + (p - panel) * size);
+            const int64_t ahead = panel_bytes(w) * std::min(sliced.slice(), length) / length;
             Stream stream(
                 stored(p, at), stored(p, inputs.end) - stored(p, at), ahead, following,
-                product.steps(inputs.end - at, blocks.count())
+                sliced.steps(inputs.end - at, blocks.count())
             );
             with_columns<Dot, V>(w, p, first, at / Dot::SIZE, [&](auto& numbers) {
-                product.add(
+                sliced.add(
                     numbers, p, inputs, stream,
                     // a few outputs at a time: reads of the rows would wait for more
                     [&](int64_t block, Inputs slice) {
                         const int64_t rows = blocks.rows(), row = blocks.first(block);
                         for (int64_t r = rows * slice.begin / length; r < rows * slice.end / length; r++)
-                            fetch_outputs<1, V>(job, row + r, p * PANEL + first * 16);
+                            fetch_outputs<1, V>(product, row + r, p * PANEL + first * 16);
                     },
                     [&](int64_t block, float* complete) {
                         const int64_t repeated = blocks.repeated(block);
                         finish_tiles<V>(
-                            job, blocks.first(block) + repeated, blocks.rows() - repeated, p, first, groups,
+                            product, blocks.first(block) + repeated, blocks.rows() - repeated, p, first, groups,
                             complete + repeated * PANEL
                         );
                     }
@@ -172,18 +174,18 @@ void with_vectors(int64_t count, F&& f) {
 
 // `tiles` in products.h, by tiles of AMX, for panels [panel, panels_end).
 void amx_tiles(
-    const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first, int64_t count,
+    const Product& product, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first, int64_t count,
     const char* next
 ) {
-    const Weight& w = *job.weight;
+    const Weight& w = *product.weight;
     with_vectors(count, [&](auto vectors) {
         constexpr int V = decltype(vectors)::value;
         const int64_t rows = end - begin;
         const auto run = [&](auto dot) {
             using Dot = decltype(dot);
             if (w.operand == INT8 || rows > AMX_ROWS)
-                sliced_panels<Dot, V>(job, begin, end, panel, panels_end, first, next);
-            else one_tile<Dot, V>(job, begin, rows, panel, first);
+                sliced_panels<Dot, V>(product, begin, end, panel, panels_end, first, next);
+            else one_tile<Dot, V>(product, begin, rows, panel, first);
         };
         if (w.operand == BF16) run(DotBf16());
         else run(DotBytes());

@@ -45,13 +45,13 @@ struct ByteWords {
     // The sums of row `row`, whose first input is at `a`, of V vectors from output `begin` on.
     template <int V>
     static inline ALWAYS void outputs(
-        const Product& job, int64_t row, int64_t begin, const char* a, const Sum (&sum)[V], Floats (&y)[V]
+        const Product& product, int64_t row, int64_t begin, const char* a, const Sum (&sum)[V], Floats (&y)[V]
     ) {
         // for the weights' offset, after the row's bytes (make_bytes)
-        const Words correction = SIGNED_DOTS ? zero_words()
-                                             : broadcast_word(reinterpret_cast<const int8_t*>(a) + job.weight->kpad);
-        const Floats scale = splat(job.scales[row]);
-        const float* const scales = job.weight->scale + begin;
+        const Words correction =
+            SIGNED_DOTS ? zero_words() : broadcast_word(reinterpret_cast<const int8_t*>(a) + product.weight->kpad);
+        const Floats scale = splat(product.scales[row]);
+        const float* const scales = product.weight->scale + begin;
         unrolled<V>([&](int v) ALWAYS {
             y[v] = (to_floats(SIGNED_DOTS ? sum[v] : add32(sum[v], correction)) * scale) * load_floats(scales + v * 16);
         });
@@ -71,9 +71,9 @@ struct PairWords {
     static Sum add(Sum sum, Words x, Words column) { return dot_pairs(sum, x, column); }
     template <int V>
     static inline ALWAYS void outputs(
-        const Product& job, int64_t, int64_t begin, const char*, const Sum (&sum)[V], Floats (&y)[V]
+        const Product& product, int64_t, int64_t begin, const char*, const Sum (&sum)[V], Floats (&y)[V]
     ) {
-        const Weight& w = *job.weight;
+        const Weight& w = *product.weight;
         const float* const scales = w.kind == NVFP4 ? w.outer : w.kind == FP8 || w.kind == UINT4 ? w.scale : nullptr;
         unrolled<V>([&](int v) ALWAYS { y[v] = scales ? sum[v] * load_floats(scales + begin + v * 16) : sum[v]; });
     }
@@ -92,11 +92,12 @@ struct WordTiles {
     // rows.
     template <int R, int V, class Finish>
     static __attribute__((noinline)) void add(
-        const Product& job, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first,
+        const Product& product, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first,
         TilesPrefetch ahead, const Finish& finish
     ) {
-        const int64_t lda = 2 * job.lda, begin = panel * PANEL + first * 16, bytes = 4 * Cells::steps(*job.weight);
-        const char* a = static_cast<const char*>(job.a) + row * lda;
+        const int64_t lda = 2 * product.lda, begin = panel * PANEL + first * 16,
+                      bytes = 4 * Cells::steps(*product.weight);
+        const char* a = static_cast<const char*>(product.a) + row * lda;
         columns += first * LINE;
         for (int64_t left = count; left; left--, row += R, a += R * lda) {
             const int64_t lines = left <= ahead.tiles ? ahead.lines : 0;
@@ -106,7 +107,7 @@ struct WordTiles {
             unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = Cells::none(); }); });
             int64_t fetched = 0;
             for (const char* x = a; x < a_end; fetched++) {
-                if (fetched < R) fetch_outputs<1, V>(job, row + fetched, begin);
+                if (fetched < R) fetch_outputs<1, V>(product, row + fetched, begin);
                 for (const char* const stop = std::min(a_end, x + LINE); x < stop; x += 4, b += 4 * LINE) {
                     for (int64_t line = 0; line < lines; line++, ahead.at += LINE) prefetch_far(ahead.at);
                     Words column[V];
@@ -121,7 +122,7 @@ struct WordTiles {
             finish(row, [&](const auto& finish_row) ALWAYS {
                 unrolled<R>([&](int r) ALWAYS {
                     Floats y[V];
-                    Cells::outputs(job, row + r, begin, a + r * lda, sum[r], y);
+                    Cells::outputs(product, row + r, begin, a + r * lda, sum[r], y);
                     finish_row(r, y);
                 });
             });
@@ -131,22 +132,22 @@ struct WordTiles {
 
 // Whether `FinishAtOnce` can store the outputs of a product, with V vectors from output `begin` on.
 template <int V>
-bool can_finish_at_once(const Product& job, int64_t begin) {
-    const Weight& w = *job.weight;
-    const bool squared = !w.bias && job.activation == Activation::RELU_SQUARED && job.store == STORE_BF16;
-    return w.n - begin >= 16 * V && !w.gated && (job.activation == Activation::NONE || squared);
+bool can_finish_at_once(const Product& product, int64_t begin) {
+    const Weight& w = *product.weight;
+    const bool squared = !w.bias && product.activation == Activation::RELU_SQUARED && product.store == STORE_BF16;
+    return w.n - begin >= 16 * V && !w.gated && (product.activation == Activation::NONE || squared);
 }
 
 // Does what `finish` does, with sums in registers. Functions capture copies: what they captured by reference would be
 // loaded again after each store.
 template <int V>
 struct FinishAtOnce {
-    const Product& job;
+    const Product& product;
     int64_t begin;
     template <class Each>
     inline ALWAYS void operator()(int64_t row, const Each& each) const {
-        if (job.weight->bias) store_as<true>(row, each);
-        else if (job.activation == Activation::RELU_SQUARED)
+        if (product.weight->bias) store_as<true>(row, each);
+        else if (product.activation == Activation::RELU_SQUARED)
             store<false, STORE_BF16, Activation::RELU_SQUARED>(row, each);
         else store_as<false>(row, each);
     }
@@ -154,14 +155,14 @@ struct FinishAtOnce {
   private:
     template <bool BIAS, class Each>
     inline ALWAYS void store_as(int64_t row, const Each& each) const {
-        if (job.store == STORE) store<BIAS, STORE, Activation::NONE>(row, each);
-        else if (job.store == ADD) store<BIAS, ADD, Activation::NONE>(row, each);
+        if (product.store == STORE) store<BIAS, STORE, Activation::NONE>(row, each);
+        else if (product.store == ADD) store<BIAS, ADD, Activation::NONE>(row, each);
         else store<BIAS, STORE_BF16, Activation::NONE>(row, each);
     }
     template <bool BIAS, int64_t STORED, Activation ACTIVATION, class Each>
     inline ALWAYS void store(int64_t row, const Each& each) const {
-        const Stored<STORED, V, true> stored(job, row, begin, job.weight->n);
-        const float* const bias = BIAS ? job.weight->bias + begin : nullptr;
+        const Stored<STORED, V, true> stored(product, row, begin, product.weight->n);
+        const float* const bias = BIAS ? product.weight->bias + begin : nullptr;
         each([=](int r, Floats(&y)[V]) ALWAYS {
             if constexpr (BIAS) unrolled<V>([&](int v) ALWAYS { y[v] = y[v] + load_floats(bias + v * 16); });
             if constexpr (ACTIVATION == Activation::RELU_SQUARED)
@@ -183,13 +184,13 @@ struct KeepSums {
 // The other cases of `finish`, through memory.
 template <int R, int V>
 struct FinishTile {
-    const Product& job;
+    const Product& product;
     int64_t begin;
     template <class Each>
     inline ALWAYS void operator()(int64_t row, const Each& each) const {
         alignas(64) float sums[R * PANEL];
         each(KeepSums<V>{sums});
-        finish<V>(job, sums, row, R, begin);
+        finish<V>(product, sums, row, R, begin);
     }
 };
 
@@ -197,28 +198,33 @@ struct FinishTile {
 // the panel several times.
 template <class Tiles, int V, int R = MOST_TILE_ROWS>
 void equal_tiles(
-    const Product& job, int64_t height, int64_t row, int64_t count, const uint8_t* columns, int64_t panel,
+    const Product& product, int64_t height, int64_t row, int64_t count, const uint8_t* columns, int64_t panel,
     int64_t first, TilesPrefetch ahead
 ) {
     if constexpr (R > Tiles::LEAST_ROWS) {
-        if (height < R) return equal_tiles<Tiles, V, R - 1>(job, height, row, count, columns, panel, first, ahead);
+        if (height < R) return equal_tiles<Tiles, V, R - 1>(product, height, row, count, columns, panel, first, ahead);
     }
     constexpr int W = std::min(Tiles::beside(R), V);
     const int64_t begin = panel * PANEL + first * 16;
     if constexpr (W == V) {
-        if (can_finish_at_once<V>(job, begin))
-            Tiles::template add<R, V>(job, row, count, columns, panel, first, ahead, FinishAtOnce<V>{job, begin});
-        else Tiles::template add<R, V>(job, row, count, columns, panel, first, ahead, FinishTile<R, V>{job, begin});
+        if (can_finish_at_once<V>(product, begin))
+            Tiles::template add<R, V>(
+                product, row, count, columns, panel, first, ahead, FinishAtOnce<V>{product, begin}
+            );
+        else
+            Tiles::template add<R, V>(
+                product, row, count, columns, panel, first, ahead, FinishTile<R, V>{product, begin}
+            );
     } else {
         alignas(64) float sums[R * PANEL];
         for (int64_t left = count; left; left--, row += R) {
             TilesPrefetch of_tile;
-            if (left <= ahead.tiles) of_tile = {ahead.last(left, Tiles::steps(*job.weight)).at, 1, ahead.lines};
+            if (left <= ahead.tiles) of_tile = {ahead.last(left, Tiles::steps(*product.weight)).at, 1, ahead.lines};
             for (int v = 0; v < V; v += W, of_tile = {}) {
                 const auto keep = [to = sums + v * 16](int64_t, const auto& each) ALWAYS { each(KeepSums<W>{to}); };
-                Tiles::template add<R, W>(job, row, 1, columns, panel, first + v, of_tile, keep);
+                Tiles::template add<R, W>(product, row, 1, columns, panel, first + v, of_tile, keep);
             }
-            finish<V>(job, sums, row, R, begin);
+            finish<V>(product, sums, row, R, begin);
         }
     }
 }
@@ -226,34 +232,34 @@ void equal_tiles(
 // Rows [begin, end), in tiles of nearly equal height. `columns`: the panel. `next`: see `tiles`.
 template <class Tiles, int V>
 void row_tiles(
-    const Product& job, int64_t begin, int64_t end, const uint8_t* columns, int64_t panel, int64_t first,
+    const Product& product, int64_t begin, int64_t end, const uint8_t* columns, int64_t panel, int64_t first,
     const char* next
 ) {
     const int64_t rows = end - begin, count = (rows + MOST_TILE_ROWS - 1) / MOST_TILE_ROWS, height = rows / count,
                   taller = rows % count;
-    const int64_t steps = Tiles::steps(*job.weight);
+    const int64_t steps = Tiles::steps(*product.weight);
     TilesPrefetch ahead;
     if (next && count > 1) {
         const int64_t tiles = std::min(count, PREFETCHING_TILES);
-        ahead = {next, tiles, (panel_bytes(*job.weight) / LINE + tiles * steps - 1) / (tiles * steps)};
+        ahead = {next, tiles, (panel_bytes(*product.weight) / LINE + tiles * steps - 1) / (tiles * steps)};
     }
     const TilesPrefetch last = ahead.last(count - taller, steps);
     if (taller)
         equal_tiles<Tiles, V>(
-            job, height + 1, begin, taller, columns, panel, first, {ahead.at, ahead.tiles - last.tiles, ahead.lines}
+            product, height + 1, begin, taller, columns, panel, first, {ahead.at, ahead.tiles - last.tiles, ahead.lines}
         );
-    equal_tiles<Tiles, V>(job, height, begin + taller * (height + 1), count - taller, columns, panel, first, last);
+    equal_tiles<Tiles, V>(product, height, begin + taller * (height + 1), count - taller, columns, panel, first, last);
 }
 
 // The same for 1, 2 or 4 vectors.
 template <class Tiles>
 void row_tiles(
-    const Product& job, int64_t begin, int64_t end, const uint8_t* columns, int64_t panel, int64_t first,
+    const Product& product, int64_t begin, int64_t end, const uint8_t* columns, int64_t panel, int64_t first,
     int64_t vectors, const char* next
 ) {
-    if (vectors == 4) row_tiles<Tiles, 4>(job, begin, end, columns, panel, first, next);
-    else if (vectors == 2) row_tiles<Tiles, 2>(job, begin, end, columns, panel, first, next);
-    else row_tiles<Tiles, 1>(job, begin, end, columns, panel, first, next);
+    if (vectors == 4) row_tiles<Tiles, 4>(product, begin, end, columns, panel, first, next);
+    else if (vectors == 2) row_tiles<Tiles, 2>(product, begin, end, columns, panel, first, next);
+    else row_tiles<Tiles, 1>(product, begin, end, columns, panel, first, next);
 }
 
 }  // namespace

@@ -133,7 +133,7 @@ void add_group_sums(const Weight& w, int64_t panel, int64_t g, int64_t rows, con
 // The rows of a unit of work in blocks of two tiles: of 32 rows, or of the lows and highs of 16. The last block has as
 // many rows as the others, the first of which are in the block before it too, so that tiles are configured once.
 struct RowBlocks {
-    const Product& job;
+    const Product& product;
     int64_t begin, end;
     bool planes;  // whether the two tiles are the lows and the highs of the same rows
 
@@ -144,9 +144,9 @@ struct RowBlocks {
     // The number of the block's first rows that are in the block before it too.
     int64_t repeated(int64_t block) const { return begin + block * height() - first(block); }
     TileRows tiles(int64_t block) const {
-        const void* const at = static_cast<const uint16_t*>(job.a) + first(block) * job.lda;
-        return planes ? TileRows::planes(at, 2 * job.lda, rows(), job.weight->kpad)
-                      : TileRows::consecutive(at, 2 * job.lda, rows());
+        const void* const at = static_cast<const uint16_t*>(product.a) + first(block) * product.lda;
+        return planes ? TileRows::planes(at, 2 * product.lda, rows(), product.weight->kpad)
+                      : TileRows::consecutive(at, 2 * product.lda, rows());
     }
 };
 
@@ -159,7 +159,7 @@ class SlicedProduct {
   public:
     // `groups`: of inputs whose sums are scaled separately. sums [blocks, HEIGHT, PANEL].
     SlicedProduct(const RowBlocks& blocks, int64_t groups, float* sums)
-        : blocks_(blocks), w_(*blocks.job.weight), groups_(groups), group_(groups > 1 ? w_.group * Dot::SIZE : 0),
+        : blocks_(blocks), w_(*blocks.product.weight), groups_(groups), group_(groups > 1 ? w_.group * Dot::SIZE : 0),
           slice_(
               groups > 1           ? std::max<int64_t>(SLICE_BYTES / group_, 1) * group_
               : blocks.count() > 1 ? SLICE_BYTES
