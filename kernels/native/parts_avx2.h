@@ -67,7 +67,7 @@ inline WordPart in_register(WordPart x) {
     return x;
 }
 
-// A shuffle gives 0 where bit 7 of its index is set.
+// In a table of 32. A shuffle gives 0 where bit 7 of its index is set.
 inline WordPart lookup_32_bytes(const uint8_t* table, WordPart index) {
     const __m256i other = _mm256_xor_si256((__m256i)index, _mm256_set1_epi8(16)), above = _mm256_set1_epi8(0x70);
     const __m256i first =
@@ -79,16 +79,15 @@ inline WordPart lookup_32_bytes(const uint8_t* table, WordPart index) {
 
 #define SLOW_HALF_TABLES 1
 #define SLOW_BYTE_TABLES 1
-// In a table of 128: one shuffle for each 16 of them.
+// In a table of 128: one shuffle for each 16 of them, which gives 0 for the indices of the others.
 inline WordPart lookup_bytes_of(const uint8_t* table, WordPart index) {
     const __m256i own = _mm256_and_si256((__m256i)index, _mm256_set1_epi8(127));
     __m256i found = _mm256_setzero_si256();
     for (int i = 0; i < 8; i++) {
-        const __m256i from =
-            _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table + 16 * i)));
+        const __m256i part = (__m256i)quarter_everywhere(table + 16 * i);
         const __m256i at =
             _mm256_adds_epu8(_mm256_xor_si256(own, _mm256_set1_epi8(int8_t(16 * i))), _mm256_set1_epi8(0x70));
-        found = _mm256_or_si256(found, _mm256_shuffle_epi8(from, at));
+        found = _mm256_or_si256(found, _mm256_shuffle_epi8(part, at));
     }
     return (WordPart)found;
 }
