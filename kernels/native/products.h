@@ -79,7 +79,7 @@ void tile(
     if (w.kind == F32)
         tile_f32<R>(static_cast<const float*>(product.a) + row * product.lda, product.lda, w, panel, sums);
     if constexpr (V == 4)
-        if (w.kind >= FP8)
+        if (w.kind >= FP8)  // FP8, NVFP4, UINT4 and COMPACT_BF16 are unpacked
             tile_scaled<R>(
                 product.a, row, product.lda, w, panel, inputs, product.unpacked, product.unpacks, ahead, sums
             );
@@ -130,7 +130,7 @@ struct Division {
     bool sliced;
     Division(const Weight& w, int64_t rows) {
         const int64_t height = w.operand == INT8 || w.operand == INT4 ? INTEGER_TILE_ROWS : MOST_TILE_ROWS;
-        const bool floats = !BF16_PAIRS || w.operand == F32;
+        const bool floats = !BF16_PAIRS || w.operand == F32;  // whether numbers are unpacked to float32
         tile_count = (rows + height - 1) / height;
         sliced = tile_count > 1 && tile_count <= MOST_SLICED_TILES &&
                  (w.kind == BF16 || w.kind == COMPACT_BF16 || (w.kind >= FP8 && floats));
@@ -247,8 +247,9 @@ bool divisible(const Weight& w) { return w.kind == BF16 || w.kind == INT8; }
 // or for some of them: what a thread computes of a row it also reads in the operations between products, and another
 // core's caches may be far away.
 struct Units {
-    // together: panels of a unit; blocks: of a group of rows
-    int64_t rows, threads, row_groups, parts, together, blocks, count;
+    // The rows of a product are divided into `row_groups`, and these into `blocks`; its outputs into panels, of which a
+    // unit has `unit_panels`, or one of the `parts` of one. count: of all units.
+    int64_t rows, threads, row_groups, parts, unit_panels, blocks, count;
     Units(const Weight& w, int64_t rows, int64_t threads, int64_t products = 1) : rows(rows), threads(threads) {
         const int64_t panels = panels_of(w);
         for (row_groups = threads; row_groups > 1 && (threads % row_groups || rows < LEAST_THREAD_ROWS * row_groups);)
@@ -266,12 +267,12 @@ struct Units {
         const bool large = divisible(w) && threads > 1 && w.kpad >= LEAST_DIVIDED_INPUTS;
         parts = large && products * panels * row_groups * blocks < 6 * threads ? w.gated ? 2 : 4 : 1;
         const bool many = is_long(w) && parts == 1 && rows >= LONG_ROWS * row_groups * blocks;
-        together = many ? std::clamp<int64_t>(panels * row_groups * blocks / (2 * threads), 1, LONG_PANELS) : 1;
-        count = row_groups * ((panels + together - 1) / together) * parts * blocks;
+        unit_panels = many ? std::clamp<int64_t>(panels * row_groups * blocks / (2 * threads), 1, LONG_PANELS) : 1;
+        count = row_groups * ((panels + unit_panels - 1) / unit_panels) * parts * blocks;
     }
-    int64_t panel_of(int64_t unit) const { return unit % (count / row_groups) / blocks / parts * together; }
+    int64_t panel_of(int64_t unit) const { return unit % (count / row_groups) / blocks / parts * unit_panels; }
     int64_t first_part(int64_t unit) const { return unit / blocks % parts; }
-    int64_t end_of_outputs(int64_t unit) const { return (panel_of(unit) + together) * PANEL; }
+    int64_t end_of_outputs(int64_t unit) const { return (panel_of(unit) + unit_panels) * PANEL; }
     std::pair<int64_t, int64_t> rows_of(int64_t unit, int64_t rows) const {
         const int64_t all = row_groups * blocks, block = unit / (count / row_groups) * blocks + unit % blocks;
         return {rows * block / all, rows * (block + 1) / all};
@@ -294,10 +295,10 @@ const char* next_panel(const Product& product, const Units& units, int64_t unit)
 // A unit for rows [begin, end).
 void run_rows(const Product& product, const Units& units, int64_t unit, int64_t begin, int64_t end) {
     const char* const next = next_panel(product, units, unit);
-    const int64_t from = units.panel_of(unit), to = std::min(from + units.together, panels_of(*product.weight)),
+    const int64_t from = units.panel_of(unit), to = std::min(from + units.unit_panels, panels_of(*product.weight)),
                   first = units.first_part(unit) * (4 / units.parts);
 #if AMX_TILES
-    if (units.together > 1 && end - begin >= LONG_ROWS) return amx_tiles(product, begin, end, from, to, 0, 4, next);
+    if (units.unit_panels > 1 && end - begin >= LONG_ROWS) return amx_tiles(product, begin, end, from, to, 0, 4, next);
 #endif
     for (int64_t panel = from; panel < to; panel++) {
         const int64_t left = product.weight->n - panel * PANEL - first * 16;
