@@ -20,11 +20,11 @@ from pathlib import Path
 from decoder.config import DecoderConfig
 from decoder.layers.descriptions import Experts
 from decoder.layers.spec import MixerSpec
-from kernels.native.structs import GRID
+from kernels.native.structs import BLOCK_TOKENS
 from service.model.checkpoint import Checkpoint
 
 WEIGHT_BYTES, STATE_BYTES = 2, 4
-BLOCK_STATE_BYTES = 2 + 2 * STATE_BYTES / GRID
+BLOCK_STATE_BYTES = 2 + 2 * STATE_BYTES / BLOCK_TOKENS
 """Bytes read and written per token and number of a recurrent state."""
 
 

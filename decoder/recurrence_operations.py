@@ -10,7 +10,7 @@ from torch import Tensor
 from decoder.layers.gated_delta import GatedDeltaMixer
 from decoder.layers.mamba2 import Mamba2Mixer
 from kernels.linear import Packed
-from kernels.native.structs import GRID, Code, DeltaShape, Kind, Op, Target, Weight
+from kernels.native.structs import BLOCK_TOKENS, Code, DeltaShape, Kind, Op, Target, Weight
 
 MAX_TAPS = 4
 """Largest number of taps of a layer's convolution in compiled code; published models have at most this many."""
@@ -28,7 +28,8 @@ def recurrence_operations(
     `bf16_rows`: whether the rows before the second operation are bfloat16. `pointer`: returns the address of a tensor
     and keeps it alive; the caller must keep the returned shape alive.
     """
-    assert not mixer.ring.numel() or mixer.ring.shape[1] <= GRID, "compiled code has memory for GRID tokens of a ring"
+    steps = mixer.ring.shape[1] if mixer.ring.numel() else 0
+    assert steps <= BLOCK_TOKENS, f"the ring has {steps} steps, compiled code has memory for {BLOCK_TOKENS}"
     itself = after.kind in (Kind.BF16, Kind.F32) and after.kpad == after.k
     shape = None
     if isinstance(mixer, Mamba2Mixer):

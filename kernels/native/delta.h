@@ -31,8 +31,8 @@ class DeltaGroup : public RecurrentGroup<T, S> {
               channels(*op.delta), scratch
           ),
           d_(*op.delta), heads_(d_.heads / d_.key_heads), first_(group * heads_), width_(heads_ * d_.value),
-          out_(rest_), q_(out_ + GRID * width_), k_(q_ + GRID * d_.key), log_decays_(k_ + GRID * d_.key),
-          betas_(log_decays_ + GRID * heads_) {
+          out_(rest_), q_(out_ + BLOCK_TOKENS * width_), k_(q_ + BLOCK_TOKENS * d_.key),
+          log_decays_(k_ + BLOCK_TOKENS * d_.key), betas_(log_decays_ + BLOCK_TOKENS * heads_) {
         const int64_t keys = d_.key_heads * d_.key, inputs = 2 * keys + d_.heads * d_.value;
         this->parts_[0] = {group * d_.key, d_.key, q_}, this->parts_[1] = {keys + group * d_.key, d_.key, k_};
         this->parts_[2] = {2 * keys + first_ * d_.value, width_, out_};
@@ -42,7 +42,8 @@ class DeltaGroup : public RecurrentGroup<T, S> {
     }
 
     static int64_t scratch(const DeltaShape& d) {  // floats
-        return GRID * (shape(d).heads * (d.value + 2) + 2 * d.key) + Base::scratch(shape(d), 2, d.taps, channels(d));
+        return BLOCK_TOKENS * (shape(d).heads * (d.value + 2) + 2 * d.key) +
+               Base::scratch(shape(d), 2, d.taps, channels(d));
     }
 
     int64_t first_channel() const { return d_.heads * d_.value; }  // gates come first

@@ -26,8 +26,9 @@ class HeadGroup : public RecurrentGroup<T, S> {
 
     HeadGroup(const Model& m, const Op& op, int64_t group, float* scratch)
         : Base(m, op, group, m.groups, shape(m), 1, {m.state, 1}, m.taps, m.conv_dim, scratch), heads_(shape_.heads),
-          width_(heads_ * m.head), n_(m.state), x_at_(group * width_), out_(rest_), x_(out_ + GRID * width_),
-          b_(x_ + GRID * width_), c_(b_ + GRID * n_), steps_(c_ + GRID * n_), log_decays_(steps_ + GRID * heads_) {
+          width_(heads_ * m.head), n_(m.state), x_at_(group * width_), out_(rest_), x_(out_ + BLOCK_TOKENS * width_),
+          b_(x_ + BLOCK_TOKENS * width_), c_(b_ + BLOCK_TOKENS * n_), steps_(c_ + BLOCK_TOKENS * n_),
+          log_decays_(steps_ + BLOCK_TOKENS * heads_) {
         const int64_t b_at = m.inner + group * n_;
         this->parts_[0] = {x_at_, width_, x_}, this->parts_[1] = {b_at, n_, b_};
         this->parts_[2] = {b_at + m.groups * n_, n_, c_};
@@ -36,7 +37,8 @@ class HeadGroup : public RecurrentGroup<T, S> {
     }
 
     static int64_t scratch(const Model& m) {  // floats; a vector that begins in the middle of a line costs two loads
-        return GRID * 2 * (shape(m).heads * (m.head + 1) + m.state) + Base::scratch(shape(m), 1, m.taps, m.conv_dim);
+        return BLOCK_TOKENS * 2 * (shape(m).heads * (m.head + 1) + m.state) +
+               Base::scratch(shape(m), 1, m.taps, m.conv_dim);
     }
 
     int64_t first_channel() const { return m_.inner; }  // gates come first

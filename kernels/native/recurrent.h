@@ -83,7 +83,7 @@ class RecurrentGroup {
         if (count > 0) {
             uint32_t* b = at.pending.words + shape_.b_at;
             // they are multiplied by 0, and may not be NaN
-            std::fill(b + count * shape_.row, b + GRID * shape_.row, 0);
+            std::fill(b + count * shape_.row, b + BLOCK_TOKENS * shape_.row, 0);
             blocks_.advance(at.pending, count, at.states, at.states);
         }
         state_to_plain(shape_, at.states, plain_, plain);

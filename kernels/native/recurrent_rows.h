@@ -25,7 +25,7 @@ void replay(const Op& op, Group& group, Place place, int64_t batch_slot, int64_t
 }
 
 // A row whose tokens may be rejected: the ring's steps are applied to the slot, whose state then does not change; the
-// row's inputs start the ring anew. Neither the ring nor the row has more than GRID tokens.
+// row's inputs start the ring anew. Neither the ring nor the row has more than BLOCK_TOKENS tokens.
 template <typename Group>
 void row_on_ring(const Model& m, const Op& op, const Step& step, int64_t row, Group& group) {
     const int64_t begin = step.starts[row], batch_slot = step.batch_slots[row];
@@ -55,7 +55,7 @@ void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, 
     }
     if (slot < 0 || !step.initial[row]) before = group.clear(place);
     for (int64_t begin = step.starts[row]; begin < last;) {
-        int64_t end = std::min(last, begin + GRID);
+        int64_t end = std::min(last, begin + BLOCK_TOKENS);
         const bool is_read = begin >= first_read;
         if (!is_read) end = std::min(end, first_read);
         for (int64_t i = 0; i < step.save_count; i++) {

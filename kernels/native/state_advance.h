@@ -37,8 +37,8 @@ class BlockAdvance {
 #endif
         s_.each_slice([&](int64_t h, int64_t lane, auto vectors) {
             constexpr int V = vectors();
-            const float* own = pending.sums() + h * GRID;
-            alignas(64) float left[GRID];
+            const float* own = pending.sums() + h * BLOCK_TOKENS;
+            alignas(64) float left[BLOCK_TOKENS];
             store_floats(left, select(lanes(count), exp16(splat(own[count - 1]) - load_floats(own)), zero()));
             const Floats total = exp16(splat(own[count - 1]));
             weigh<V>(pending.words + s_.x_at + h * STEPS * s_.lanes + lane, left);

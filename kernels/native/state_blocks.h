@@ -60,12 +60,12 @@ class Blocks {
     // `reads`: rows of C of a token. `more`: whether another group's memory follows in a slot.
     Blocks(const Shape& shape, int64_t reads, bool more, float* scratch)
         : s_(shape), reads_(reads), more_(more), growth_(scratch),
-          weights_(reinterpret_cast<uint32_t*>(growth_ + s_.heads * GRID)),
-          c_(weights_ + reads * s_.heads * GRID * STEPS), widened_(c_ + reads * GRID * s_.row),
+          weights_(reinterpret_cast<uint32_t*>(growth_ + s_.heads * BLOCK_TOKENS)),
+          c_(weights_ + reads * s_.heads * BLOCK_TOKENS * STEPS), widened_(c_ + reads * BLOCK_TOKENS * s_.row),
           advance_(shape, widened_ + widened(shape)) {}
 
     static int64_t scratch(const Shape& s, int64_t reads) {  // words
-        return s.heads * GRID * (1 + reads * STEPS) + reads * GRID * s.row + widened(s) +
+        return s.heads * BLOCK_TOKENS * (1 + reads * STEPS) + reads * BLOCK_TOKENS * s.row + widened(s) +
                BlockAdvance<Cells, S>::scratch(s);
     }
 
@@ -124,10 +124,10 @@ class Blocks {
     template <typename Visit>
     const S* each_part(Pending pending, int64_t tokens, const S* before, S* after, Visit&& visit) const {
         for (int64_t first = 0; first < tokens;) {
-            const int64_t begin = pending.count(), count = std::min(tokens - first, GRID - begin);
+            const int64_t begin = pending.count(), count = std::min(tokens - first, BLOCK_TOKENS - begin);
             visit(begin, first, count, before);
-            if (begin + count == GRID) advance(pending, GRID, before, after), before = after;
-            pending.set_count((begin + count) % GRID);
+            if (begin + count == BLOCK_TOKENS) advance(pending, BLOCK_TOKENS, before, after), before = after;
+            pending.set_count((begin + count) % BLOCK_TOKENS);
             first += count;
         }
         return before;
@@ -212,28 +212,28 @@ class Blocks {
         const int64_t begin = pending.count();
         float* sums = pending.sums();
         for (int64_t h = 0; h < s_.heads; h++) {
-            float sum = begin ? sums[h * GRID + begin - 1] : 0.0f;
+            float sum = begin ? sums[h * BLOCK_TOKENS + begin - 1] : 0.0f;
             for (int64_t t = 0; t < count; t++)
-                sums[h * GRID + begin + t] = sum += log_decays[(first + t) * s_.heads + h];
+                sums[h * BLOCK_TOKENS + begin + t] = sum += log_decays[(first + t) * s_.heads + h];
         }
-        if (!begin && count < GRID) std::memset(pending.words + s_.x_at, 0, 4 * s_.heads * STEPS * s_.lanes);
+        if (!begin && count < BLOCK_TOKENS) std::memset(pending.words + s_.x_at, 0, 4 * s_.heads * STEPS * s_.lanes);
     }
 
     void grow(Pending pending) const {
         for (int64_t h = 0; h < s_.heads; h++)
-            store_floats(growth_ + h * GRID, decay_of<Cells>(load_floats(pending.sums() + h * GRID)));
+            store_floats(growth_ + h * BLOCK_TOKENS, decay_of<Cells>(load_floats(pending.sums() + h * BLOCK_TOKENS)));
     }
 
     // The weights that token `token` of the block gives to its first `known` tokens, by row `row` of C.
     void weigh_tokens(Pending pending, int64_t row, int64_t token, int64_t known) const {
         const Floats products = products_with<Cells>(c_ + row * s_.row, pending.words + s_.b_at, s_.row, known);
         for (int64_t h = 0; h < s_.heads; h++) {
-            const float* own = pending.sums() + h * GRID;
+            const float* own = pending.sums() + h * BLOCK_TOKENS;
             const Floats decay = decay_of<Cells>(splat(own[token]) - load_floats(own));
             put_weights<Cells>(weights_of(h, row), select(lanes(known), products * decay, zero()));
         }
     }
-    uint32_t* weights_of(int64_t h, int64_t row) const { return weights_ + (h * reads_ * GRID + row) * STEPS; }
+    uint32_t* weights_of(int64_t h, int64_t row) const { return weights_ + (h * reads_ * BLOCK_TOKENS + row) * STEPS; }
 
     // The last `count` tokens, slice by slice, MOST at a time: each(vectors, group, cells, ahead, h, lane, t), of a
     // group of tokens from t on, with the slice's cells of the state, and what to prefetch meanwhile.
@@ -279,7 +279,7 @@ class Blocks {
             set_zero(sum);
             if (cells) multiply_cells<Cells>(sum, c_ + t * s_.row, s_.row, 1, s_.cells, cells + 16 * v, 16 * V, ahead);
             unrolled<R>([&](int r) ALWAYS {
-                const Floats growth = splat(growth_[h * GRID + begin + t + r]);
+                const Floats growth = splat(growth_[h * BLOCK_TOKENS + begin + t + r]);
                 unrolled<W>([&](int w) ALWAYS {
                     const int64_t at = 16 * (v + w);
                     sum[r][w] = fmadd(sum[r][w], growth, splat(d) * load16(x + (t + r) * width + at, lanes(left - at)));
@@ -305,7 +305,7 @@ class Blocks {
         StateTiles::begin(count);
         s_.each_slice([&](int64_t h, int64_t lane, auto vectors) {
             constexpr int V = vectors();
-            alignas(64) float of_state[GRID * STATE_SLICE], of_tokens[GRID * STATE_SLICE];
+            alignas(64) float of_state[BLOCK_TOKENS * STATE_SLICE], of_tokens[BLOCK_TOKENS * STATE_SLICE];
             multiply_state<V>(pending, begin, count, state, h, lane, of_state);
             StateTiles::multiply_weights<V>(
                 weights_of(h, 0), pending.words + s_.x_at + h * STEPS * s_.lanes + lane, s_.lanes, of_tokens
@@ -314,7 +314,7 @@ class Blocks {
             float* to = out + h * s_.head + lane;
             const Floats d = splat(in.d[h]);
             for (int64_t t = 0; t < count; t++, x += width, to += width) {
-                const Floats growth = splat(growth_[h * GRID + begin + t]);
+                const Floats growth = splat(growth_[h * BLOCK_TOKENS + begin + t]);
                 unrolled<V>([&](int v) ALWAYS {
                     const Mask mask = lanes(s_.head - lane - 16 * v);
                     Floats sum = fmadd(d, load16(x + 16 * v, mask), load_floats(of_tokens + t * STATE_SLICE + 16 * v));
@@ -334,9 +334,9 @@ class Blocks {
     ) const {
         s_.each_slice([&](int64_t h, int64_t lane, auto vectors) {
             constexpr int V = vectors();
-            alignas(64) float of_state[2 * GRID * STATE_SLICE];
+            alignas(64) float of_state[2 * BLOCK_TOKENS * STATE_SLICE];
             if (state) {
-                StateTiles::begin(std::min(2 * count, GRID));
+                StateTiles::begin(std::min(2 * count, BLOCK_TOKENS));
                 multiply_state<V>(pending, begin, count, state, h, lane, of_state);
                 release_tiles();
             }
@@ -353,7 +353,7 @@ class Blocks {
     }
 
     // sums [reads * count, STATE_SLICE]: products of the tokens' rows of C with a slice of the state, if there is one.
-    // Tiles are configured for all of these rows, or for GRID of them.
+    // Tiles are configured for all of these rows, or for BLOCK_TOKENS of them.
     template <int V>
     void multiply_state(
         Pending pending, int64_t begin, int64_t count, const S* state, int64_t h, int64_t lane, float* sums
@@ -361,9 +361,9 @@ class Blocks {
         if (!state) return;
         const uint32_t* cells = reinterpret_cast<const uint32_t*>(s_.slice_of(state, h, lane));
         const StateAhead ahead = ahead_of(pending, h, lane, V, begin + 1);
-        for (int64_t row = 0; row < reads_ * count; row += GRID)
+        for (int64_t row = 0; row < reads_ * count; row += BLOCK_TOKENS)
             StateTiles::multiply<V>(
-                c_ + row * s_.row, s_.row, std::min(reads_ * count, GRID), s_.cells, cells,
+                c_ + row * s_.row, s_.row, std::min(reads_ * count, BLOCK_TOKENS), s_.cells, cells,
                 count == 1 ? &ahead : nullptr, sums + row * STATE_SLICE
             );
     }
@@ -392,7 +392,7 @@ class Blocks {
                 });
             unrolled<N>([&](int r) ALWAYS {
                 const int64_t token = begin + t + r;
-                const Floats growth = splat(growth_[h * GRID + token]), beta = splat(betas[(t + r) * s_.heads]);
+                const Floats growth = splat(growth_[h * BLOCK_TOKENS + token]), beta = splat(betas[(t + r) * s_.heads]);
                 float* own = out + (t + r) * width;
                 Floats by_key[1][W], by_query[1][W];
                 unrolled<W>([&](int w) ALWAYS {
@@ -421,7 +421,7 @@ class Blocks {
     const Shape s_;
     const int64_t reads_;
     const bool more_;
-    float* const growth_;  // [heads, GRID]: the factor by which the state before the block has decayed
+    float* const growth_;  // [heads, BLOCK_TOKENS]: the factor by which the state before the block has decayed
     uint32_t *const weights_, *const c_, *const widened_;
     const BlockAdvance<Cells, S> advance_;
 };

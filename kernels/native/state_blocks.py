@@ -1,12 +1,12 @@
-"""The size of a recurrent state in compiled code, which keeps the state after the last whole block of `GRID` tokens
-and the inputs of the tokens since."""
+"""The size of a recurrent state in compiled code, which keeps the state after the last whole block of
+`BLOCK_TOKENS` tokens and the inputs of the tokens since."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from kernels.native.instruction_sets import bf16_pairs
-from kernels.native.structs import GRID
+from kernels.native.structs import BLOCK_TOKENS
 
 
 class StateShape(NamedTuple):
@@ -30,8 +30,10 @@ class StateShape(NamedTuple):
         heads, lanes = self.heads // self.groups, _up(self.head, 16)
         columns = _up(self.state, per_cell)
         state = _up(heads * lanes * columns * state_bytes, 64)
-        pending = 4 * (GRID + heads * GRID) + heads * lanes * GRID * number + 4 * GRID * _up(columns // per_cell, 16)
-        return self.groups * (state + pending)
+        count, sums = 64, 4 * heads * BLOCK_TOKENS
+        x = heads * lanes * BLOCK_TOKENS * number
+        b = 4 * BLOCK_TOKENS * _up(columns // per_cell, 16)
+        return self.groups * (state + count + sums + x + b)
 
 
 def _up(n: int, to: int) -> int:

@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int64_t GRID = 16;  // tokens of a block: as many as a vector has lanes
+constexpr int64_t BLOCK_TOKENS = 16;  // tokens of a block: as many as a vector has lanes
 // Instead of the number of pending tokens: the state has the form of torch operations
 constexpr int32_t PLAIN = -1;
 constexpr int64_t STATE_SLICE = 64;  // channels that are computed together; the rest of a head in slices of 32 and 16
@@ -28,12 +28,12 @@ template <class CELLS, typename S>
 struct BlockShape {
     using Cells = CELLS;
     static constexpr bool PAIRS = Cells::EACH == 2, SPLIT = PAIRS && sizeof(S) == 4, TILES = PAIRS && AMX_TILES;
-    static constexpr int64_t STEPS = GRID / Cells::EACH;  // cells of 16 tokens
+    static constexpr int64_t STEPS = BLOCK_TOKENS / Cells::EACH;  // cells of 16 tokens
 
     BlockShape(int64_t heads, int64_t head, int64_t n)
         : heads(heads), head(head), n(n), lanes(rounded_up(head, 16)), rows(rounded_up(n, Cells::EACH)),
-          cells(rows / Cells::EACH), row(rounded_up(cells, 16)), x_at(16 + heads * GRID),
-          b_at(x_at + heads * STEPS * lanes), pending_words(b_at + GRID * row) {}
+          cells(rows / Cells::EACH), row(rounded_up(cells, 16)), x_at(16 + heads * BLOCK_TOKENS),
+          b_at(x_at + heads * STEPS * lanes), pending_words(b_at + BLOCK_TOKENS * row) {}
 
     // A state is [heads, slices, cells, channels of a slice] words of bfloat16 pairs, and if SPLIT as many words again
     // for the rest of float32: a number's bits are those of its bfloat16, rounded half up, followed by 16 zeros, plus a

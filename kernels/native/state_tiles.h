@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int64_t WEIGHT_BYTES = 2 * GRID;  // of a token's weights, and of one input of B of a block's tokens
+constexpr int64_t WEIGHT_BYTES = 2 * BLOCK_TOKENS;  // of a token's weights, and of one input of B of a block's tokens
 
 // Up to 16 rows times V vectors of a slice. Tiles 0 to 3 are sums; 4 rows of C and 5 a state's cells; 6 rows of weights
 // and 7 x dt.
@@ -122,8 +122,8 @@ struct UpdateTiles {
 
   private:
     static void put(Words fours, uint32_t* to) {  // of every fourth input
-        store_quarter<0>(to, fours), store_quarter<1>(to + 2 * GRID, fours);
-        store_quarter<2>(to + 4 * GRID, fours), store_quarter<3>(to + 6 * GRID, fours);
+        store_quarter<0>(to, fours), store_quarter<1>(to + 2 * BLOCK_TOKENS, fours);
+        store_quarter<2>(to + 4 * BLOCK_TOKENS, fours), store_quarter<3>(to + 6 * BLOCK_TOKENS, fours);
     }
     template <int B, int NEXT, int V>
     static void pair(float* sums) {

@@ -12,7 +12,7 @@ PANEL = 64
 """Outputs per panel of a packed weight."""
 GROUP = 128
 """Inputs per scale in int4, unless a weight has another number."""
-GRID = 16
+BLOCK_TOKENS = 16
 """Tokens per block, by which a recurrent state is advanced."""
 SUMMED = 32
 """Inputs of a row of `SUMMED_BYTES` per stored sum."""
@@ -78,7 +78,8 @@ class Form(IntEnum):
     """Form of a recurrent state in a slot."""
 
     BLOCKS = 0
-    """Used by compiled code: the state after the last multiple of `GRID` tokens, and the inputs of the tokens since."""
+    """Used by compiled code: the state after the last multiple of `BLOCK_TOKENS` tokens, and the inputs of the
+    tokens since."""
     PLAIN = 1
     """Used by torch operations: `[heads, head, state]` after the last token."""
     WRITTEN = 2

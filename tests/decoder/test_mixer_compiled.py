@@ -23,7 +23,7 @@ from decoder.layers.descriptions import GatedDelta, Mamba2
 from decoder.layers.gated_delta import GatedDeltaMixer
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.operations import Operations
-from kernels.native.structs import GRID, Form, Step
+from kernels.native.structs import BLOCK_TOKENS, Form, Step
 
 DELTA: dict[str, dict[str, int]] = {
     "delta": {},
@@ -305,7 +305,7 @@ def test_states_in_bfloat16_are_rounded_where_they_are_stored(shape: str) -> Non
     x = inputs(exact.config, 48)
     (found,) = rounded.step([(x, 0, False)])
     slot = torch.tensor([0])
-    for index, (part, ours) in enumerate(zip(x.split(GRID), found.split(GRID), strict=True)):
+    for index, (part, ours) in enumerate(zip(x.split(BLOCK_TOKENS), found.split(BLOCK_TOKENS), strict=True)):
         (expected,) = exact.step([(part, 0, index > 0)])
         assert torch.equal(ours, expected)
         exact.compiled.convert_states(Form.PLAIN, slot)
@@ -333,7 +333,7 @@ def test_states_are_converted_to_and_from_what_torch_operations_have(which: tupl
     layer.compiled.convert_states(Form.BLOCKS, both[:1])
     layer.compiled.convert_states(Form.BLOCKS, both)
     found, expected = layer.step([(x[tokens:], 2, True), (x[tokens:], 5, tokens > 0)])
-    if tokens % GRID == 0:
+    if tokens % BLOCK_TOKENS == 0:
         assert torch.equal(found, expected) and equal(layer.memory(2), layer.memory(5))
     else:
         error = 1e-5 if which[1] == "float32" else 3e-2
