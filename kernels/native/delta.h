@@ -34,11 +34,12 @@ class DeltaGroup : public RecurrentGroup<T, S> {
           out_(rest_), q_(out_ + BLOCK_TOKENS * width_), k_(q_ + BLOCK_TOKENS * d_.key),
           log_decays_(k_ + BLOCK_TOKENS * d_.key), betas_(log_decays_ + BLOCK_TOKENS * heads_) {
         const int64_t keys = d_.key_heads * d_.key, inputs = 2 * keys + d_.heads * d_.value;
-        this->parts_[0] = {group * d_.key, d_.key, q_}, this->parts_[1] = {keys + group * d_.key, d_.key, k_};
-        this->parts_[2] = {2 * keys + first_ * d_.value, width_, out_};
-        this->behind_[0] = {inputs + first_, heads_, nullptr},
-        this->behind_[1] = {inputs + d_.heads + first_, heads_, nullptr};
-        this->gates_ = {first_ * d_.value - first_channel(), width_, nullptr};
+        this->channel_ranges_[0] = {group * d_.key, d_.key, q_},
+        this->channel_ranges_[1] = {keys + group * d_.key, d_.key, k_};
+        this->channel_ranges_[2] = {2 * keys + first_ * d_.value, width_, out_};
+        this->other_ranges_[0] = {inputs + first_, heads_, nullptr},
+        this->other_ranges_[1] = {inputs + d_.heads + first_, heads_, nullptr};
+        this->gate_range_ = {first_ * d_.value - first_channel(), width_, nullptr};
     }
 
     static int64_t scratch(const DeltaShape& d) {  // floats
@@ -56,7 +57,7 @@ class DeltaGroup : public RecurrentGroup<T, S> {
         norm_keys(in.tokens);
         gates(in);
         const DeltaTokens tokens{betas_, log_decays_, k_, q_};
-        const ReadNext next{in, this->parts_, this->gates_};
+        const ReadNext next{in, this->channel_ranges_, this->gate_range_};
         return blocks_.each_part(
             to.pending, in.tokens, before, to.states,
             [&](int64_t begin, int64_t first, int64_t count, const S* state) ALWAYS {

@@ -30,10 +30,10 @@ class HeadGroup : public RecurrentGroup<T, S> {
           b_(x_ + BLOCK_TOKENS * width_), c_(b_ + BLOCK_TOKENS * n_), steps_(c_ + BLOCK_TOKENS * n_),
           log_decays_(steps_ + BLOCK_TOKENS * heads_) {
         const int64_t b_at = m.inner + group * n_;
-        this->parts_[0] = {x_at_, width_, x_}, this->parts_[1] = {b_at, n_, b_};
-        this->parts_[2] = {b_at + m.groups * n_, n_, c_};
-        this->behind_[0] = {m.conv_dim + group * heads_, heads_, nullptr};
-        this->gates_ = {x_at_ - first_channel(), width_, nullptr};
+        this->channel_ranges_[0] = {x_at_, width_, x_}, this->channel_ranges_[1] = {b_at, n_, b_};
+        this->channel_ranges_[2] = {b_at + m.groups * n_, n_, c_};
+        this->other_ranges_[0] = {m.conv_dim + group * heads_, heads_, nullptr};
+        this->gate_range_ = {x_at_ - first_channel(), width_, nullptr};
     }
 
     static int64_t scratch(const Model& m) {  // floats; a vector that begins in the middle of a line costs two loads
@@ -50,12 +50,12 @@ class HeadGroup : public RecurrentGroup<T, S> {
         this->convolve(to, in);
         discretise(in);
         const BlockTokens tokens{steps_, log_decays_, x_, b_, c_, op_.d + group_ * heads_};
-        const ReadNext next{in, this->parts_, this->gates_};
+        const ReadNext next{in, this->channel_ranges_, this->gate_range_};
         return blocks_.each_part(
             to.pending, in.tokens, before, to.states,
             [&](int64_t begin, int64_t first, int64_t count, const S* state) ALWAYS {
                 blocks_.take(to.pending, first, count, tokens);
-                if (!in.gated) return;
+                if (!in.with_outputs) return;
                 blocks_.read(to.pending, begin, first, count, state, tokens, out_ + first * width_, next);
             }
         );

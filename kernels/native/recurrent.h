@@ -17,7 +17,8 @@
 
 namespace {
 
-// A row's window [taps - 1, channels]; a group's states before the unfinished block, and the block's tokens
+// Where a row's state is stored: the window [taps - 1, channels], a group's states before the unfinished block, and the
+// block's tokens.
 template <typename T, typename S>
 struct RowState {
     T* window;
@@ -36,28 +37,30 @@ class RecurrentGroup {
     using Shape = BlockShape<StateCells<T>, S>;
 
     Place in_slot(int64_t slot) const {
-        char* of_slot = reinterpret_cast<char*>(static_cast<S*>(op_.states) + slot * op_.state_stride);
-        char* pending = of_slot + groups_ * shape_.state_bytes() + group_ * 4 * shape_.pending_words;
+        char* slot_memory = reinterpret_cast<char*>(static_cast<S*>(op_.states) + slot * op_.state_stride);
+        char* pending = slot_memory + groups_ * shape_.state_bytes() + group_ * 4 * shape_.pending_words;
         return place(
-            static_cast<T*>(op_.windows) + slot * op_.window_stride, of_slot + group_ * shape_.state_bytes(), pending
+            static_cast<T*>(op_.windows) + slot * op_.window_stride, slot_memory + group_ * shape_.state_bytes(),
+            pending
         );
     }
 
-    // Scratch memory, for rows that have no slot.
+    // In scratch memory, for rows that have no slot.
     Place in_scratch() const {
-        char* spare = reinterpret_cast<char*>(spare_);
-        return place(reinterpret_cast<T*>(spare + shape_.bytes()), spare, spare + shape_.state_bytes());
+        char* memory = reinterpret_cast<char*>(slot_);
+        return place(reinterpret_cast<T*>(memory + shape_.bytes()), memory, memory + shape_.state_bytes());
     }
 
     // Clears window and pending tokens; returns the states that a row then starts from: null, which means zeros.
     const S* clear(Place to) const {
-        each_of_window([&](int64_t begin, int64_t count) { std::fill_n(to.window + begin, count, 0); });
+        each_window_range([&](int64_t begin, int64_t count) { std::fill_n(to.window + begin, count, 0); });
         to.pending.set_count(0);
         return nullptr;
     }
 
-    // Copies a row's states to its place if they are still where it started from (null: zeros). Returns them.
-    const S* settle(Place to, const S* before) const {
+    // Copies a row's states to its place, unless they are there already: `before` is where the row started from (null:
+    // zeros). Returns the place's states.
+    const S* copy_states(Place to, const S* before) const {
         if (!before) std::memset(to.states, 0, shape_.state_bytes());
         else if (before != to.states) std::memcpy(to.states, before, shape_.state_bytes());
         return to.states;
@@ -69,7 +72,7 @@ class RecurrentGroup {
     }
 
     void copy_window(Place from, Place to) const {  // and the pending tokens
-        each_of_window([&](int64_t begin, int64_t count) {
+        each_window_range([&](int64_t begin, int64_t count) {
             std::copy_n(from.window + begin, count, to.window + begin);
         });
         std::memcpy(to.pending.words, from.pending.words, 4 * shape_.pending_words);
@@ -82,7 +85,7 @@ class RecurrentGroup {
         const int64_t count = at.pending.count();
         if (count > 0) {
             uint32_t* b = at.pending.words + shape_.b_at;
-            // they are multiplied by 0, and may not be NaN
+            // rows of missing tokens are multiplied by 0, so they must not be NaN
             std::fill(b + count * shape_.row, b + BLOCK_TOKENS * shape_.row, 0);
             blocks_.advance(at.pending, count, at.states, at.states);
         }
@@ -96,35 +99,37 @@ class RecurrentGroup {
     void mark_plain(int64_t slot) const { in_slot(slot).pending.set_count(PLAIN); }
     int64_t numbers() const { return shape_.numbers(); }  // of a plain state
 
-    // Copies a row's inputs of this group to a ring, whose steps have `wide` numbers.
-    void keep(Projected in, float* ring, int64_t wide) const {
+    // Copies the group's inputs of these tokens to a ring, whose steps have `step_width` numbers.
+    void copy_to_ring(Projected in, float* ring, int64_t step_width) const {
         for (int64_t t = 0; t < in.tokens; t++) {
-            for (const Part& part : parts_)
-                std::copy_n(in.rows + t * in.ld + part.begin, part.count, ring + t * wide + part.begin);
-            for (const Part& part : behind_)
-                std::copy_n(in.rows + t * in.ld + part.begin, part.count, ring + t * wide + part.begin);
+            for (const InputRange& range : channel_ranges_)
+                std::copy_n(in.rows + t * in.ld + range.begin, range.count, ring + t * step_width + range.begin);
+            for (const InputRange& range : other_ranges_)
+                std::copy_n(in.rows + t * in.ld + range.begin, range.count, ring + t * step_width + range.begin);
         }
     }
 
   protected:
     using GroupBlocks = Blocks<StateCells<T>, S>;
 
-    // `reads`: rows of C of a token. Scratch memory is aligned; what remains of it begins at `rest_`.
+    // `reads`: rows of C of a token. `scratch`: for the blocks, then for one slot (`slot_`), then for the derived class
+    // (`rest_`), each aligned to 64 bytes.
     RecurrentGroup(
         const Model& m, const Op& op, int64_t group, int64_t groups, Shape shape, int64_t reads, PlainStrides plain,
         int64_t taps, int64_t channels, float* scratch
     )
         : m_(m), op_(op), shape_(shape), plain_(plain), group_(group), groups_(groups), taps_(taps),
           channels_(channels), blocks_(shape, reads, group + 1 < groups, aligned(scratch)),
-          spare_(aligned(scratch) + GroupBlocks::scratch(shape, reads)),
-          rest_(aligned(spare_ + spare(shape, taps, channels))) {}
+          slot_(aligned(scratch) + GroupBlocks::scratch(shape, reads)),
+          rest_(aligned(slot_ + scratch_floats(shape, taps, channels))) {}
 
     static int64_t scratch(Shape shape, int64_t reads, int64_t taps, int64_t channels) {  // floats
-        return GroupBlocks::scratch(shape, reads) + spare(shape, taps, channels) + 2 * 16;
+        return GroupBlocks::scratch(shape, reads) + scratch_floats(shape, taps, channels) + 2 * 16;
     }
 
     void convolve(RowState<T, S> place, Projected in) const {
-        for (const Part& part : parts_) convolve_channels(op_, taps_, channels_, place.window + part.begin, in, part);
+        for (const InputRange& range : channel_ranges_)
+            convolve_channels(op_, taps_, channels_, place.window + range.begin, in, range);
     }
 
     const Model& m_;
@@ -132,23 +137,25 @@ class RecurrentGroup {
     const Shape shape_;
     const PlainStrides plain_;
     const int64_t group_, groups_, taps_, channels_;
-    // of the channels; of the inputs behind them; of the gates before them
-    Part parts_[3] = {}, behind_[2] = {}, gates_ = {};
+    // the group's channels, its inputs after the channels, and its gates, which are before the channels
+    InputRange channel_ranges_[3] = {}, other_ranges_[2] = {}, gate_range_ = {};
     const GroupBlocks blocks_;
-    float *const spare_, *const rest_;
+    float *const slot_, *const rest_;
 
   private:
     // floats
-    static int64_t spare(Shape shape, int64_t taps, int64_t channels) { return shape.bytes() / 4 + taps * channels; }
+    static int64_t scratch_floats(Shape shape, int64_t taps, int64_t channels) {
+        return shape.bytes() / 4 + taps * channels;
+    }
 
     static Place place(T* window, char* states, char* pending) {
         return {window, reinterpret_cast<S*>(states), {reinterpret_cast<uint32_t*>(pending)}};
     }
 
     template <typename F>
-    void each_of_window(F&& visit) const {
+    void each_window_range(F&& visit) const {
         for (int64_t tap = 0; tap + 1 < taps_; tap++)
-            for (const Part& part : parts_) visit(tap * channels_ + part.begin, part.count);
+            for (const InputRange& range : channel_ranges_) visit(tap * channels_ + range.begin, range.count);
     }
 };
 

@@ -11,10 +11,12 @@
 
 namespace {
 
-// A group also has: first_channel() and step_width(), the index of a token's channels in `wide` and the number of its
-// inputs; advance_by(place, in, before), which advances by a block of tokens from the states `before`, returns where
-// they are afterwards, and keeps the outputs of the heads for write(token, tokens), which stores them as the step's
-// tokens from `token` on.
+// `Group` is HeadGroup or DeltaGroup. Besides what RecurrentGroup has:
+//   first_channel(): the index of a token's channels in its row of `wide`; step_width(): the number of its inputs from
+//   there on;
+//   advance_by(place, in, before): advances the states `before` by at most BLOCK_TOKENS tokens, and returns where they
+//   are afterwards: still `before`, or the place's;
+//   write(token, tokens): stores the outputs of the last advance_by as those of the step's tokens from `token` on.
 
 // The first `count` steps of a batch slot's ring, applied to a place; their outputs are not computed.
 template <typename Group, typename Place>
@@ -33,12 +35,12 @@ void row_on_ring(const Model& m, const Op& op, const Step& step, int64_t row, Gr
     const auto slot = group.in_slot(step.slots[row]), place = group.in_scratch();
     if (step.counts[row]) replay(op, group, slot, batch_slot, step.counts[row]);
     group.copy_window(slot, place);
-    group.keep(in, op.ring + batch_slot * op.ring_stride, group.step_width());
+    group.copy_to_ring(in, op.ring + batch_slot * op.ring_stride, group.step_width());
     group.advance_by(place, in, slot.states);
     group.write(begin, in.tokens);
 }
 
-// Outputs are computed of tokens from `first_read` on.
+// One row of a step. Outputs are computed only for tokens from `first_read` on.
 template <typename Group>
 void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, int64_t first_read, Group group) {
     if (step.batch_slots && step.batch_slots[row] >= 0) {
@@ -46,7 +48,7 @@ void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, 
         return;
     }
     const int64_t slot = step.slots[row], last = step.starts[row + 1];
-    // padding: its state starts from zeros and is not kept
+    // slot -1 is padding: its state starts from zeros and is not kept
     const auto place = slot < 0 ? group.in_scratch() : group.in_slot(slot);
     const auto* before = place.states;
     if (step.from && step.from[row] >= 0 && step.from[row] != slot) {
@@ -68,15 +70,16 @@ void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, 
         for (int64_t i = 0; i < step.save_count; i++) {
             const int64_t* save = step.saves + 3 * i;
             if (save[0] != row || save[1] != end) continue;
-            before = group.settle(place, before);
+            before = group.copy_states(place, before);
             group.copy(place, group.in_slot(save[2]));
         }
         begin = end;
     }
-    if (slot >= 0) group.settle(place, before);
+    if (slot >= 0) group.copy_states(place, before);
 }
 
-// The state in a slot, after the first steps of a ring, is stored in a target. job: batch slot, slot, target, steps.
+// Stores the state in a slot, advanced by the first steps of a ring, in a target slot.
+// job: [batch slot, slot, target slot, steps].
 template <typename Group>
 void advance_row(const Op& op, const int64_t* job, Group group) {
     const auto target = group.in_slot(job[2]);

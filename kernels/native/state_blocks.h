@@ -36,16 +36,16 @@ struct DeltaTokens {                  // of the gated delta rule
 // Memory that is read after a slice of a group's outputs: a token's gates, and as many inputs of the next tokens.
 struct ReadNext {
     Projected in;
-    const Part (&channels)[3];
-    Part gates;
+    const InputRange (&channels)[3];
+    InputRange gates;
 
     // After the slice of token `t` that begins with this output.
     void prefetch(int64_t t, int64_t output) const {
         const float* rows = in.rows + t * in.ld;
-        for (int64_t i = output; in.gated && i < std::min(output + STATE_SLICE, gates.count); i += 16) {
+        for (int64_t i = output; in.with_outputs && i < std::min(output + STATE_SLICE, gates.count); i += 16) {
             prefetch_far(rows + gates.begin + i);
-            for (const Part& part : channels)
-                if (in.more && i < part.count) prefetch_far(rows + in.tokens * in.ld + part.begin + i);
+            for (const InputRange& range : channels)
+                if (in.has_next && i < range.count) prefetch_far(rows + in.tokens * in.ld + range.begin + i);
         }
     }
 };
