@@ -54,7 +54,7 @@ class HeadGroup : public RecurrentGroup<T, S> {
         return blocks_.each_part(
             to.pending, in.tokens, before, to.states,
             [&](int64_t begin, int64_t first, int64_t count, const S* state) ALWAYS {
-                blocks_.take(to.pending, first, count, tokens);
+                blocks_.append(to.pending, first, count, tokens);
                 if (!in.with_outputs) return;
                 blocks_.read(to.pending, begin, first, count, state, tokens, out_ + first * width_, next);
             }

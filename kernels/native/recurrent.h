@@ -86,7 +86,7 @@ class RecurrentGroup {
         if (count > 0) {
             uint32_t* b = at.pending.words + shape_.b_at;
             // rows of missing tokens are multiplied by 0, so they must not be NaN
-            std::fill(b + count * shape_.row, b + BLOCK_TOKENS * shape_.row, 0);
+            std::fill(b + count * shape_.row_words, b + BLOCK_TOKENS * shape_.row_words, 0);
             blocks_.advance(at.pending, count, at.states, at.states);
         }
         state_to_plain(shape_, at.states, plain_, plain);

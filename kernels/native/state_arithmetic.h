@@ -14,14 +14,14 @@ namespace {
 
 constexpr int64_t STATE_AHEAD = 48;  // lines of a state that are prefetched before a single token needs them
 
-// Memory that is prefetched while columns are multiplied: columns STATE_AHEAD lines ahead, from column `from` on `skip`
-// words further; and lines of `next`, one for each column.
+// Memory that is prefetched while a row is multiplied with a state's columns: the columns that follow STATE_AHEAD lines
+// later, from column `from` on `skip` words further; and with each of the first `lines` columns one line of `next`.
 struct StateAhead {
     const uint32_t* next;
     int64_t lines, from, skip;
 };
 
-// Where column `k` is at `b`.
+// With column `k`, which is at `b`.
 template <int W>
 inline ALWAYS void fetch_ahead(const StateAhead& ahead, const uint32_t* b, int64_t k) {
     const uint32_t* far = b + STATE_AHEAD * 16 + (k < ahead.from ? 0 : ahead.skip);
@@ -29,7 +29,8 @@ inline ALWAYS void fetch_ahead(const StateAhead& ahead, const uint32_t* b, int64
     if (k < ahead.lines) prefetch_far(ahead.next + 16 * k);
 }
 
-// sum[r][w] += products of `count` cells of row r, at a + r * row + k * step, with those of columns, at b + k * ld.
+// sum[r][w] += products of `count` cells of row r, which are at a + r * row + k * step, with cells of 16 W columns,
+// which are at b + k * ld.
 template <class Cells, int R, int W>
 inline ALWAYS void multiply_cells(
     Floats (&sum)[R][W], const uint32_t* a, int64_t row, int64_t step, int64_t count, const uint32_t* b, int64_t ld,
@@ -46,10 +47,11 @@ inline ALWAYS void multiply_cells(
     }
 }
 
-// Vectors of V that R rows are multiplied with at a time.
-constexpr int beside(int rows, int v) { return v % vectors_beside(rows) ? 1 : vectors_beside(rows); }
+// How many of V vectors are multiplied with this many rows at a time, so that their sums fit in registers.
+constexpr int vectors_at_once(int rows, int v) { return v % vectors_beside(rows) ? 1 : vectors_beside(rows); }
 
-// The products of a row of C with `count` rows of B, perhaps one more, and zeros.
+// The products of a row of C with `count` rows of B, in the first lanes; the other lanes are zeros, except perhaps the
+// next one.
 template <class Cells>
 inline Floats products_with(const uint32_t* c, const uint32_t* b, int64_t row, int64_t count) {
     Floats pairs[8];
@@ -68,8 +70,8 @@ inline Floats products_with(const uint32_t* c, const uint32_t* b, int64_t row, i
     return sums_of(pairs);
 }
 
-// Puts 16 channels of token t of a block in cells that are `ld` apart, of an even one with those of the next token or
-// zeros.
+// Stores 16 channels of token t of a block in its cells [TOKEN_CELLS, ld]. A pair's even token is stored together with
+// `next`: the next token's channels, or zeros.
 template <class Cells>
 inline void put_in_cells(uint32_t* cells, int64_t ld, int64_t t, Floats x, Floats next) {
     uint32_t* to = cells + t / Cells::EACH * ld;
@@ -86,14 +88,15 @@ inline void put_weights(uint32_t* to, Floats weights) {  // of 16 tokens, in cel
     store_words(to, as_words(weights));
 }
 
-// exp(x) of what is rounded to bfloat16, or multiplied with a state that is.
+// exp(x), where the result is rounded to bfloat16 or multiplied with a state in bfloat16.
 template <class Cells>
 inline Floats decay_of(Floats x) {
     if constexpr (Cells::EACH == 2) return Cells::power(x * splat(LOG2_E));
     else return exp16(x);
 }
 
-// Adds `decay` times a state's rows [at, at + R) of a slice, [n or cells, 16 V].
+// Adds `decay` times rows [at, at + R) of a slice of a state, vectors [v, v + W) of its V. `rest`:
+// BlockShape::rest_at().
 template <class Shape, typename S, int R, int V, int W>
 inline ALWAYS void add_state(const S* state, int64_t rest, int64_t at, int v, Floats decay, Floats (&sum)[R][W]) {
     if constexpr (Shape::PAIRS) {
@@ -121,6 +124,7 @@ inline ALWAYS void add_state(const S* state, int64_t rest, int64_t at, int v, Fl
     }
 }
 
+// Stores the same rows and vectors.
 template <class Shape, typename S, int R, int V, int W>
 inline ALWAYS void store_state(S* state, int64_t rest, int64_t at, int v, const Floats (&sum)[R][W]) {
     if constexpr (Shape::PAIRS) {

@@ -3,8 +3,8 @@
 // Mamba-2. In the gated delta rule, keys are B, a token's change of the state is x dt, and both its key and its query
 // read the state, as C does.
 //
-// Everything is computed from the state before the block and the block's tokens up to the own one, in one order: a
-// token's output has the same bits however the tokens were divided into steps.
+// A token's output is computed from the state before its block and the block's tokens up to it, in one order: it has
+// the same bits however the tokens were divided into steps.
 
 #pragma once
 
@@ -22,18 +22,19 @@
 
 namespace {
 
-struct BlockTokens {                  // of Mamba-2
+struct BlockTokens {                  // inputs of Mamba-2's recurrence
     const float *steps, *log_decays;  // dt, dt A: [tokens, heads]
     const float *x, *b, *c;           // [tokens, heads * head], [tokens, n]
     const float* d;                   // [heads]
 };
 
-struct DeltaTokens {                  // of the gated delta rule
+struct DeltaTokens {                  // inputs of the gated delta rule
     const float *betas, *log_decays;  // [tokens, heads]
     const float *k, *q;               // [tokens, n]
 };
 
-// Memory that is read after a slice of a group's outputs: a token's gates, and as many inputs of the next tokens.
+// What is prefetched after each slice of a token's outputs: its gates for these outputs, and as many inputs of the
+// token `in.tokens` later.
 struct ReadNext {
     Projected in;
     const InputRange (&channels)[3];
@@ -54,28 +55,29 @@ struct ReadNext {
 template <class Cells, typename S>
 class Blocks {
     using Shape = BlockShape<Cells, S>;
-    static constexpr int64_t STEPS = Shape::STEPS;
+    static constexpr int64_t TOKEN_CELLS = Shape::TOKEN_CELLS;
 
   public:
-    // `reads`: rows of C of a token. `more`: whether another group's memory follows in a slot.
-    Blocks(const Shape& shape, int64_t reads, bool more, float* scratch)
-        : s_(shape), reads_(reads), more_(more), growth_(scratch),
-          weights_(reinterpret_cast<uint32_t*>(growth_ + s_.heads * BLOCK_TOKENS)),
-          c_(weights_ + reads * s_.heads * BLOCK_TOKENS * STEPS), widened_(c_ + reads * BLOCK_TOKENS * s_.row),
-          advance_(shape, widened_ + widened(shape)) {}
+    // `rows_per_token`: rows of C that a token has, 2 in the gated delta rule. `has_next_group`: whether another
+    // group's memory follows in a slot.
+    Blocks(const Shape& shape, int64_t rows_per_token, bool has_next_group, float* scratch)
+        : s_(shape), rows_per_token_(rows_per_token), has_next_group_(has_next_group), decays_(scratch),
+          weights_(reinterpret_cast<uint32_t*>(decays_ + s_.heads * BLOCK_TOKENS)),
+          c_(weights_ + rows_per_token * s_.heads * BLOCK_TOKENS * TOKEN_CELLS),
+          widened_(c_ + rows_per_token * BLOCK_TOKENS * s_.row_words), advance_(shape, widened_ + widened(shape)) {}
 
-    static int64_t scratch(const Shape& s, int64_t reads) {  // words
-        return s.heads * BLOCK_TOKENS * (1 + reads * STEPS) + reads * BLOCK_TOKENS * s.row + widened(s) +
-               BlockAdvance<Cells, S>::scratch(s);
+    static int64_t scratch(const Shape& s, int64_t rows_per_token) {  // words
+        return s.heads * BLOCK_TOKENS * (1 + rows_per_token * TOKEN_CELLS) +
+               rows_per_token * BLOCK_TOKENS * s.row_words + widened(s) + BlockAdvance<Cells, S>::scratch(s);
     }
 
-    // Adds tokens [first, first + count) to the pending ones.
-    void take(Pending pending, int64_t first, int64_t count, const BlockTokens& in) const {
+    // Appends tokens [first, first + count) of `in` to the pending ones, whose count `each_part` then sets.
+    void append(Pending pending, int64_t first, int64_t count, const BlockTokens& in) const {
         const int64_t begin = pending.count(), width = s_.heads * s_.head;
-        take_decays(pending, first, count, in.log_decays);
+        append_decays(pending, first, count, in.log_decays);
         uint32_t* cells = pending.words + s_.x_at;
-        for (int64_t h = 0; h < s_.heads; h++, cells += STEPS * s_.lanes)
-            for (int64_t lane = 0; lane < s_.lanes; lane += 16) {
+        for (int64_t h = 0; h < s_.heads; h++, cells += TOKEN_CELLS * s_.padded_head)
+            for (int64_t lane = 0; lane < s_.padded_head; lane += 16) {
                 const Mask mask = lanes(s_.head - lane);
                 const float* x = in.x + first * width + h * s_.head + lane;
                 const auto weighed = [&](int64_t t) {
@@ -83,37 +85,41 @@ class Blocks {
                 };
                 for (int64_t t = 0; t < count;) {
                     const bool both = Shape::PAIRS && (begin + t) % 2 == 0 && t + 1 < count;
-                    put_in_cells<Cells>(cells + lane, s_.lanes, begin + t, weighed(t), both ? weighed(t + 1) : zero());
+                    put_in_cells<Cells>(
+                        cells + lane, s_.padded_head, begin + t, weighed(t), both ? weighed(t + 1) : zero()
+                    );
                     t += both ? 2 : 1;
                 }
             }
         for (int64_t t = 0; t < count; t++)
-            for (int64_t at = 0; at < s_.row; at += 16) {
+            for (int64_t at = 0; at < s_.row_words; at += 16) {
                 store_words(
-                    pending.words + s_.b_at + (begin + t) * s_.row + at, Cells::row(in.b + (first + t) * s_.n, s_.n, at)
+                    pending.words + s_.b_at + (begin + t) * s_.row_words + at,
+                    Cells::row(in.b + (first + t) * s_.n, s_.n, at)
                 );
-                store_words(c_ + t * s_.row + at, Cells::row(in.c + (first + t) * s_.n, s_.n, at));
+                store_words(c_ + t * s_.row_words + at, Cells::row(in.c + (first + t) * s_.n, s_.n, at));
             }
     }
 
-    // The same for the gated delta rule, without what they change, which `solve` adds.
-    void take(Pending pending, int64_t first, int64_t count, const DeltaTokens& in) const {
+    // The same for the gated delta rule, without the tokens' changes, which `solve` appends.
+    void append(Pending pending, int64_t first, int64_t count, const DeltaTokens& in) const {
         const int64_t begin = pending.count();
-        take_decays(pending, first, count, in.log_decays);
+        append_decays(pending, first, count, in.log_decays);
         for (int64_t t = 0; t < count; t++)
-            for (int64_t at = 0; at < s_.row; at += 16) {
+            for (int64_t at = 0; at < s_.row_words; at += 16) {
                 const Words key = Cells::row(in.k + (first + t) * s_.n, s_.n, at);
-                store_words(pending.words + s_.b_at + (begin + t) * s_.row + at, key);
-                store_words(c_ + 2 * t * s_.row + at, key);
-                store_words(c_ + (2 * t + 1) * s_.row + at, Cells::row(in.q + (first + t) * s_.n, s_.n, at));
+                store_words(pending.words + s_.b_at + (begin + t) * s_.row_words + at, key);
+                store_words(c_ + 2 * t * s_.row_words + at, key);
+                store_words(c_ + (2 * t + 1) * s_.row_words + at, Cells::row(in.q + (first + t) * s_.n, s_.n, at));
             }
     }
 
     // Prefetches the memory that a single token reads first.
     void prefetch(Pending pending, const S* state) const {
         const int64_t count = pending.count() + 1;
-        for (int64_t at = 0; at < s_.x_at + s_.steps_of(count) * s_.lanes; at += 16) prefetch_far(pending.words + at);
-        for (int64_t at = 0; at < count * s_.row; at += 16) prefetch_far(pending.words + s_.b_at + at);
+        for (int64_t at = 0; at < s_.x_at + s_.token_cells(count) * s_.padded_head; at += 16)
+            prefetch_far(pending.words + at);
+        for (int64_t at = 0; at < count * s_.row_words; at += 16) prefetch_far(pending.words + s_.b_at + at);
         for (int64_t line = 0; state && line < STATE_AHEAD; line++)
             prefetch_far(reinterpret_cast<const uint32_t*>(state) + 16 * line);
     }
@@ -139,8 +145,8 @@ class Blocks {
         Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const BlockTokens& in, float* out,
         const ReadNext& next
     ) const {
-        grow(pending);
-        for (int64_t t = 0; t < count; t++) weigh_tokens(pending, t, begin + t, begin + t + 1);
+        set_decays(pending);
+        for (int64_t t = 0; t < count; t++) set_weights(pending, t, begin + t, begin + t + 1);
 #if AMX_TILES
         if constexpr (Shape::TILES) return read_in_tiles(pending, begin, first, count, state, in, out, next);
 #endif
@@ -148,10 +154,10 @@ class Blocks {
             pending, begin, first, count, state, next,
             [&](auto vectors, auto group, const uint32_t* cells, const StateAhead* ahead, int64_t h, int64_t lane,
                 int64_t t) {
-                const uint32_t* taken = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
+                const uint32_t* x_cells = pending.words + s_.x_at + h * TOKEN_CELLS * s_.padded_head + lane;
                 const float* x = in.x + first * s_.heads * s_.head + h * s_.head + lane;
                 read_rows<vectors(), group()>(
-                    cells, ahead, taken, x, in.d[h], h, begin, t, s_.head - lane, out + h * s_.head + lane
+                    cells, ahead, x_cells, x, in.d[h], h, begin, t, s_.head - lane, out + h * s_.head + lane
                 );
             }
         );
@@ -163,10 +169,10 @@ class Blocks {
         Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const DeltaTokens& in, float* out,
         const ReadNext& next
     ) const {
-        grow(pending);
+        set_decays(pending);
         for (int64_t t = 0; t < count; t++) {
-            weigh_tokens(pending, 2 * t, begin + t, begin + t);
-            weigh_tokens(pending, 2 * t + 1, begin + t, begin + t + 1);
+            set_weights(pending, 2 * t, begin + t, begin + t);
+            set_weights(pending, 2 * t + 1, begin + t, begin + t + 1);
         }
 #if AMX_TILES
         if constexpr (Shape::TILES) return solve_in_tiles(pending, begin, first, count, state, in, out, next);
@@ -175,7 +181,7 @@ class Blocks {
             pending, begin, first, count, state, next,
             [&](auto vectors, auto group, const uint32_t* cells, const StateAhead* ahead, int64_t h, int64_t lane,
                 int64_t t) {
-                uint32_t* changes = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
+                uint32_t* changes = pending.words + s_.x_at + h * TOKEN_CELLS * s_.padded_head + lane;
                 const float* betas = in.betas + first * s_.heads + h;
                 solve_rows<vectors(), group()>(
                     cells, ahead, nullptr, changes, betas, h, begin, t, s_.head - lane, out + h * s_.head + lane
@@ -192,23 +198,24 @@ class Blocks {
   private:
     static int64_t widened(const Shape& s) { return Shape::PAIRS || sizeof(S) == 4 ? 0 : s.n * STATE_SLICE; }
 
-    // While a slice is multiplied: the pending tokens of the next head, or behind the last one those of the next group,
-    // and its state.
+    // What to prefetch while a slice is multiplied for a single token: the pending tokens of the next head, or after
+    // the last head those of the next group, and then its state. `tokens`: of the block so far.
     StateAhead ahead_of(Pending pending, int64_t h, int64_t lane, int64_t vectors, int64_t tokens) const {
-        const int64_t taken = s_.steps_of(tokens) * s_.lanes;
-        if (h + 1 < s_.heads) return {pending.words + s_.x_at + (h + 1) * STEPS * s_.lanes, taken / 16, s_.cells, 0};
-        if (!more_) return {nullptr, 0, s_.cells, 0};
+        const int64_t x_words = s_.token_cells(tokens) * s_.padded_head;  // of a head
+        if (h + 1 < s_.heads)
+            return {pending.words + s_.x_at + (h + 1) * TOKEN_CELLS * s_.padded_head, x_words / 16, s_.cells, 0};
+        if (!has_next_group_) return {nullptr, 0, s_.cells, 0};
         const uint32_t* next = pending.words + s_.pending_words;
-        StateAhead ahead{next, (s_.x_at + taken) / 16, s_.cells, 0};
-        if (lane) ahead.next = next + s_.b_at, ahead.lines = tokens * s_.row / 16;
-        if (lane + 16 * vectors >= s_.lanes)
+        StateAhead ahead{next, (s_.x_at + x_words) / 16, s_.cells, 0};
+        if (lane) ahead.next = next + s_.b_at, ahead.lines = tokens * s_.row_words / 16;
+        if (lane + 16 * vectors >= s_.padded_head)
             ahead.from = s_.cells - STATE_AHEAD / vectors, ahead.skip = Shape::SPLIT ? s_.rest_at() : 0;
         return ahead;
     }
 
-    // Appends the sums of log decays of these tokens. Before a block's first tokens, clears the cells of x dt: weights
-    // of 0 are multiplied with all.
-    void take_decays(Pending pending, int64_t first, int64_t count, const float* log_decays) const {
+    // Appends the sums of log decays of these tokens. Before a block's first tokens, clears the cells of x dt, because
+    // those of missing tokens are multiplied by weights of 0.
+    void append_decays(Pending pending, int64_t first, int64_t count, const float* log_decays) const {
         const int64_t begin = pending.count();
         float* sums = pending.sums();
         for (int64_t h = 0; h < s_.heads; h++) {
@@ -216,27 +223,33 @@ class Blocks {
             for (int64_t t = 0; t < count; t++)
                 sums[h * BLOCK_TOKENS + begin + t] = sum += log_decays[(first + t) * s_.heads + h];
         }
-        if (!begin && count < BLOCK_TOKENS) std::memset(pending.words + s_.x_at, 0, 4 * s_.heads * STEPS * s_.lanes);
+        if (!begin && count < BLOCK_TOKENS)
+            std::memset(pending.words + s_.x_at, 0, 4 * s_.heads * TOKEN_CELLS * s_.padded_head);
     }
 
-    void grow(Pending pending) const {
+    // Computes `decays_`.
+    void set_decays(Pending pending) const {
         for (int64_t h = 0; h < s_.heads; h++)
-            store_floats(growth_ + h * BLOCK_TOKENS, decay_of<Cells>(load_floats(pending.sums() + h * BLOCK_TOKENS)));
+            store_floats(decays_ + h * BLOCK_TOKENS, decay_of<Cells>(load_floats(pending.sums() + h * BLOCK_TOKENS)));
     }
 
-    // The weights that token `token` of the block gives to its first `known` tokens, by row `row` of C.
-    void weigh_tokens(Pending pending, int64_t row, int64_t token, int64_t known) const {
-        const Floats products = products_with<Cells>(c_ + row * s_.row, pending.words + s_.b_at, s_.row, known);
+    // Computes the weights by which the outputs of row `row` of C, which is token `token` of the block, depend on the
+    // block's first `count` tokens.
+    void set_weights(Pending pending, int64_t row, int64_t token, int64_t count) const {
+        const Floats products =
+            products_with<Cells>(c_ + row * s_.row_words, pending.words + s_.b_at, s_.row_words, count);
         for (int64_t h = 0; h < s_.heads; h++) {
-            const float* own = pending.sums() + h * BLOCK_TOKENS;
-            const Floats decay = decay_of<Cells>(splat(own[token]) - load_floats(own));
-            put_weights<Cells>(weights_of(h, row), select(lanes(known), products * decay, zero()));
+            const float* sums = pending.sums() + h * BLOCK_TOKENS;
+            const Floats decay = decay_of<Cells>(splat(sums[token]) - load_floats(sums));
+            put_weights<Cells>(weights_of(h, row), select(lanes(count), products * decay, zero()));
         }
     }
-    uint32_t* weights_of(int64_t h, int64_t row) const { return weights_ + (h * reads_ * BLOCK_TOKENS + row) * STEPS; }
+    uint32_t* weights_of(int64_t h, int64_t row) const {
+        return weights_ + (h * rows_per_token_ * BLOCK_TOKENS + row) * TOKEN_CELLS;
+    }
 
-    // The last `count` tokens, slice by slice, MOST at a time: each(vectors, group, cells, ahead, h, lane, t), of a
-    // group of tokens from t on, with the slice's cells of the state, and what to prefetch meanwhile.
+    // Visits the last `count` tokens, slice by slice, in groups of at most MOST: each(vectors, group, cells, ahead, h,
+    // lane, t) for `group` tokens from t on, with the slice's cells of the state and what to prefetch meanwhile.
     template <int MOST, typename Each>
     void each_tokens(
         Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const ReadNext& next, Each&& each
@@ -265,27 +278,30 @@ class Blocks {
         }
     }
 
-    // Tokens [t, t + R) of the last ones: products of C with the state, which has decayed since, and of weights with
-    // the `taken` x dt; D x.
+    // Outputs of tokens [t, t + R) of the last ones: products of C with the state, which has decayed since; products of
+    // weights with x dt (`x_cells`); and D x. `left`: channels of the head from the slice's first one on.
     template <int V, int R>
     void read_rows(
-        const uint32_t* cells, const StateAhead* ahead, const uint32_t* taken, const float* x, float d, int64_t h,
+        const uint32_t* cells, const StateAhead* ahead, const uint32_t* x_cells, const float* x, float d, int64_t h,
         int64_t begin, int64_t t, int64_t left, float* out
     ) const {
-        constexpr int W = beside(R, V);
-        const int64_t width = s_.heads * s_.head, steps = s_.steps_of(begin + t + R);
+        constexpr int W = vectors_at_once(R, V);
+        const int64_t width = s_.heads * s_.head, steps = s_.token_cells(begin + t + R);
         for (int v = 0; v < V; v += W) {
             Floats sum[R][W];
             set_zero(sum);
-            if (cells) multiply_cells<Cells>(sum, c_ + t * s_.row, s_.row, 1, s_.cells, cells + 16 * v, 16 * V, ahead);
+            if (cells)
+                multiply_cells<Cells>(
+                    sum, c_ + t * s_.row_words, s_.row_words, 1, s_.cells, cells + 16 * v, 16 * V, ahead
+                );
             unrolled<R>([&](int r) ALWAYS {
-                const Floats growth = splat(growth_[h * BLOCK_TOKENS + begin + t + r]);
+                const Floats decay = splat(decays_[h * BLOCK_TOKENS + begin + t + r]);
                 unrolled<W>([&](int w) ALWAYS {
                     const int64_t at = 16 * (v + w);
-                    sum[r][w] = fmadd(sum[r][w], growth, splat(d) * load16(x + (t + r) * width + at, lanes(left - at)));
+                    sum[r][w] = fmadd(sum[r][w], decay, splat(d) * load16(x + (t + r) * width + at, lanes(left - at)));
                 });
             });
-            multiply_cells<Cells>(sum, weights_of(h, t), STEPS, 1, steps, taken + 16 * v, s_.lanes);
+            multiply_cells<Cells>(sum, weights_of(h, t), TOKEN_CELLS, 1, steps, x_cells + 16 * v, s_.padded_head);
             unrolled<R>([&](int r) ALWAYS {
                 unrolled<W>([&](int w) ALWAYS {
                     const int64_t at = 16 * (v + w);
@@ -308,17 +324,18 @@ class Blocks {
             alignas(64) float of_state[BLOCK_TOKENS * STATE_SLICE], of_tokens[BLOCK_TOKENS * STATE_SLICE];
             multiply_state<V>(pending, begin, count, state, h, lane, of_state);
             StateTiles::multiply_weights<V>(
-                weights_of(h, 0), pending.words + s_.x_at + h * STEPS * s_.lanes + lane, s_.lanes, of_tokens
+                weights_of(h, 0), pending.words + s_.x_at + h * TOKEN_CELLS * s_.padded_head + lane, s_.padded_head,
+                of_tokens
             );
             const float* x = in.x + first * width + h * s_.head + lane;
             float* to = out + h * s_.head + lane;
             const Floats d = splat(in.d[h]);
             for (int64_t t = 0; t < count; t++, x += width, to += width) {
-                const Floats growth = splat(growth_[h * BLOCK_TOKENS + begin + t]);
+                const Floats decay = splat(decays_[h * BLOCK_TOKENS + begin + t]);
                 unrolled<V>([&](int v) ALWAYS {
                     const Mask mask = lanes(s_.head - lane - 16 * v);
                     Floats sum = fmadd(d, load16(x + 16 * v, mask), load_floats(of_tokens + t * STATE_SLICE + 16 * v));
-                    if (state) sum = fmadd(load_floats(of_state + t * STATE_SLICE + 16 * v), growth, sum);
+                    if (state) sum = fmadd(load_floats(of_state + t * STATE_SLICE + 16 * v), decay, sum);
                     store16(to + 16 * v, mask, sum);
                 });
                 next.prefetch(first + t, h * s_.head + lane);
@@ -340,20 +357,20 @@ class Blocks {
                 multiply_state<V>(pending, begin, count, state, h, lane, of_state);
                 release_tiles();
             }
-            uint32_t* changes = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
+            uint32_t* changes = pending.words + s_.x_at + h * TOKEN_CELLS * s_.padded_head + lane;
             in_groups<2>(count, [&](auto group, int64_t t) {
-                const float* const known = state ? of_state + 2 * t * STATE_SLICE : nullptr;
+                const float* const state_sums = state ? of_state + 2 * t * STATE_SLICE : nullptr;
                 const float* betas = in.betas + first * s_.heads + h;
                 solve_rows<V, group()>(
-                    nullptr, nullptr, known, changes, betas, h, begin, t, s_.head - lane, out + h * s_.head + lane
+                    nullptr, nullptr, state_sums, changes, betas, h, begin, t, s_.head - lane, out + h * s_.head + lane
                 );
             });
             for (int64_t t = 0; t < count; t++) next.prefetch(first + t, h * s_.head + lane);
         });
     }
 
-    // sums [reads * count, STATE_SLICE]: products of the tokens' rows of C with a slice of the state, if there is one.
-    // Tiles are configured for all of these rows, or for BLOCK_TOKENS of them.
+    // sums [rows_per_token * count, STATE_SLICE]: products of the tokens' rows of C with a slice of the state, if there
+    // is one. Tiles are configured for all of these rows, or for BLOCK_TOKENS of them.
     template <int V>
     void multiply_state(
         Pending pending, int64_t begin, int64_t count, const S* state, int64_t h, int64_t lane, float* sums
@@ -361,9 +378,9 @@ class Blocks {
         if (!state) return;
         const uint32_t* cells = reinterpret_cast<const uint32_t*>(s_.slice_of(state, h, lane));
         const StateAhead ahead = ahead_of(pending, h, lane, V, begin + 1);
-        for (int64_t row = 0; row < reads_ * count; row += BLOCK_TOKENS)
+        for (int64_t row = 0; row < rows_per_token_ * count; row += BLOCK_TOKENS)
             StateTiles::multiply<V>(
-                c_ + row * s_.row, s_.row, std::min(reads_ * count, BLOCK_TOKENS), s_.cells, cells,
+                c_ + row * s_.row_words, s_.row_words, std::min(rows_per_token_ * count, BLOCK_TOKENS), s_.cells, cells,
                 count == 1 ? &ahead : nullptr, sums + row * STATE_SLICE
             );
     }
@@ -377,13 +394,15 @@ class Blocks {
         const uint32_t* cells, const StateAhead* ahead, const float* of_state, uint32_t* changes, const float* betas,
         int64_t h, int64_t begin, int64_t t, int64_t left, float* out
     ) const {
-        constexpr int W = beside(2 * N, V);
+        constexpr int W = vectors_at_once(2 * N, V);
         const int64_t width = s_.heads * s_.head;
         for (int v = 0; v < V; v += W) {
             Floats sum[2 * N][W];
             set_zero(sum);
             if (cells)
-                multiply_cells<Cells>(sum, c_ + 2 * t * s_.row, s_.row, 1, s_.cells, cells + 16 * v, 16 * V, ahead);
+                multiply_cells<Cells>(
+                    sum, c_ + 2 * t * s_.row_words, s_.row_words, 1, s_.cells, cells + 16 * v, 16 * V, ahead
+                );
             if (of_state)
                 unrolled<2 * N>([&](int r) ALWAYS {
                     unrolled<W>([&](int w) ALWAYS {
@@ -392,36 +411,39 @@ class Blocks {
                 });
             unrolled<N>([&](int r) ALWAYS {
                 const int64_t token = begin + t + r;
-                const Floats growth = splat(growth_[h * BLOCK_TOKENS + token]), beta = splat(betas[(t + r) * s_.heads]);
-                float* own = out + (t + r) * width;
+                const Floats decay = splat(decays_[h * BLOCK_TOKENS + token]), beta = splat(betas[(t + r) * s_.heads]);
+                float* values = out + (t + r) * width;
                 Floats by_key[1][W], by_query[1][W];
                 unrolled<W>([&](int w) ALWAYS {
-                    by_key[0][w] = sum[2 * r][w] * growth, by_query[0][w] = sum[2 * r + 1][w] * growth;
+                    by_key[0][w] = sum[2 * r][w] * decay, by_query[0][w] = sum[2 * r + 1][w] * decay;
                 });
                 multiply_cells<Cells>(
-                    by_key, weights_of(h, 2 * (t + r)), 0, 1, s_.steps_of(token), changes + 16 * v, s_.lanes
+                    by_key, weights_of(h, 2 * (t + r)), 0, 1, s_.token_cells(token), changes + 16 * v, s_.padded_head
                 );
                 unrolled<W>([&](int w) ALWAYS {
                     const int64_t at = 16 * (v + w);
                     put_in_cells<Cells>(
-                        changes + at, s_.lanes, token, beta * (load16(own + at, lanes(left - at)) - by_key[0][w]),
-                        zero()
+                        changes + at, s_.padded_head, token,
+                        beta * (load16(values + at, lanes(left - at)) - by_key[0][w]), zero()
                     );
                 });
                 multiply_cells<Cells>(
-                    by_query, weights_of(h, 2 * (t + r) + 1), 0, 1, s_.steps_of(token + 1), changes + 16 * v, s_.lanes
+                    by_query, weights_of(h, 2 * (t + r) + 1), 0, 1, s_.token_cells(token + 1), changes + 16 * v,
+                    s_.padded_head
                 );
                 unrolled<W>([&](int w) ALWAYS {
-                    store16(own + 16 * (v + w), lanes(left - 16 * (v + w)), by_query[0][w]);
+                    store16(values + 16 * (v + w), lanes(left - 16 * (v + w)), by_query[0][w]);
                 });
             });
         }
     }
 
     const Shape s_;
-    const int64_t reads_;
-    const bool more_;
-    float* const growth_;  // [heads, BLOCK_TOKENS]: the factor by which the state before the block has decayed
+    const int64_t rows_per_token_;
+    const bool has_next_group_;
+    float* const decays_;  // [heads, BLOCK_TOKENS]: the factor by which the state before the block has decayed
+    // weights [heads, rows of C, TOKEN_CELLS] of the block's tokens; rows of C [rows, row_words]; a slice of a bfloat16
+    // state in float32
     uint32_t *const weights_, *const c_, *const widened_;
     const BlockAdvance<Cells, S> advance_;
 };

@@ -14,16 +14,17 @@
 
 namespace {
 
-// WRITTEN: torch operations will write it without reading it
+// PLAIN: as torch operations store it; WRITTEN: plain, but its numbers need not be converted, because torch operations
+// will write them without reading them.
 enum class Form : int64_t { BLOCKS = 0, PLAIN = 1, WRITTEN = 2 };
 
 struct PlainStrides {  // of a state in the form of torch operations: elements from a channel, or an input, to the next
     int64_t channel, input;
 };
 
-// One step of `each_number`: R rows of 16 channels, from row `at` on.
+// One step of `each_row_pair`: R rows of 16 channels, from row `at` on of vector `v` of a slice.
 template <class Shape, typename S, int R, int V, typename P, typename F>
-void one_number(P* slice, int64_t rest, int64_t at, int v, int64_t h, int64_t lane, F&& f) {
+void visit_row_pair(P* slice, int64_t rest, int64_t at, int v, int64_t h, int64_t lane, F&& f) {
     Floats rows[R][1], sum[2][1] = {{zero()}, {zero()}};
     set_zero(rows);
     add_state<Shape, S, R, V>(slice, rest, at, v, splat(1.0f), rows);
@@ -33,22 +34,25 @@ void one_number(P* slice, int64_t rest, int64_t at, int v, int64_t h, int64_t la
     if constexpr (!std::is_const_v<P>) store_state<Shape, S, R, V>(slice, rest, at, v, rows);
 }
 
-// f(rows, input, head, channel): called with two rows of 16 channels at a time; returns whether they are to be stored.
+// Calls f(rows, input, head, channel) for each two inputs and 16 channels of a state, from these on, with their numbers
+// as two vectors. It returns whether to store them.
 template <class Cells, typename S, typename P, typename F>
-void each_number(const BlockShape<Cells, S>& shape, P* state, F&& f) {
+void each_row_pair(const BlockShape<Cells, S>& shape, P* state, F&& f) {
     using Shape = BlockShape<Cells, S>;
     shape.each_slice([&](int64_t h, int64_t lane, auto vectors) {
         constexpr int V = vectors();
         P* slice = shape.slice_of(state, h, lane);
-        for (int64_t at = 0; at < shape.rows; at += 2)
+        for (int64_t at = 0; at < shape.padded_n; at += 2)
             for (int v = 0; v < V; v++) {
-                if (Shape::PAIRS || at + 2 <= shape.rows)
-                    one_number<Shape, S, 2, V>(slice, shape.rest_at(), at, v, h, lane, f);
-                else if constexpr (!Shape::PAIRS) one_number<Shape, S, 1, V>(slice, shape.rest_at(), at, v, h, lane, f);
+                if (Shape::PAIRS || at + 2 <= shape.padded_n)
+                    visit_row_pair<Shape, S, 2, V>(slice, shape.rest_at(), at, v, h, lane, f);
+                else if constexpr (!Shape::PAIRS)
+                    visit_row_pair<Shape, S, 1, V>(slice, shape.rest_at(), at, v, h, lane, f);
             }
     });
 }
 
+// Index of a number of a plain state.
 template <class Cells, typename S>
 int64_t plain_at(const BlockShape<Cells, S>& shape, PlainStrides strides, int64_t h, int64_t channel, int64_t input) {
     return h * shape.head * shape.n + channel * strides.channel + input * strides.input;
@@ -57,7 +61,7 @@ int64_t plain_at(const BlockShape<Cells, S>& shape, PlainStrides strides, int64_
 // Copies a state without pending tokens from its slices to numbers with these strides, and back.
 template <class Cells, typename S>
 void state_to_plain(const BlockShape<Cells, S>& shape, const S* state, PlainStrides strides, S* plain) {
-    each_number(shape, state, [&](Floats(&sum)[2][1], int64_t at, int64_t h, int64_t lane) {
+    each_row_pair(shape, state, [&](Floats(&sum)[2][1], int64_t at, int64_t h, int64_t lane) {
         alignas(64) float numbers[16];
         for (int64_t r = 0; r < 2 && at + r < shape.n; r++) {
             store_floats(numbers, sum[r][0]);
@@ -69,7 +73,7 @@ void state_to_plain(const BlockShape<Cells, S>& shape, const S* state, PlainStri
 }
 template <class Cells, typename S>
 void state_from_plain(const BlockShape<Cells, S>& shape, const S* plain, PlainStrides strides, S* state) {
-    each_number(shape, state, [&](Floats(&sum)[2][1], int64_t at, int64_t h, int64_t lane) {
+    each_row_pair(shape, state, [&](Floats(&sum)[2][1], int64_t at, int64_t h, int64_t lane) {
         for (int64_t r = 0; r < 2; r++) {
             alignas(64) float numbers[16] = {};
             for (int64_t i = 0; i < 16 && lane + i < shape.head && at + r < shape.n; i++)
@@ -85,19 +89,19 @@ void state_from_plain(const BlockShape<Cells, S>& shape, const S* plain, PlainSt
 template <typename S, typename WithGroup>
 void convert_state(const Op& op, int64_t groups, int64_t slot, Form form, WithGroup&& with_group) {
     S* plain = static_cast<S*>(op.states) + slot * op.state_stride;
-    int64_t each = 0;
+    int64_t numbers_per_group = 0;
     bool is_plain = false;
-    with_group(0, [&](const auto& group) { each = group.numbers(), is_plain = group.is_plain(slot); });
-    std::vector<S> copy;
-    if (form == Form::BLOCKS && is_plain) copy.assign(plain, plain + groups * each);
-    if (form == Form::PLAIN && !is_plain) copy.resize(groups * each);
+    with_group(0, [&](const auto& group) { numbers_per_group = group.numbers(), is_plain = group.is_plain(slot); });
+    std::vector<S> plain_copy;
+    if (form == Form::BLOCKS && is_plain) plain_copy.assign(plain, plain + groups * numbers_per_group);
+    if (form == Form::PLAIN && !is_plain) plain_copy.resize(groups * numbers_per_group);
     for (int64_t g = 0; g < groups; g++)
         with_group(g, [&](const auto& group) {
-            if (form == Form::BLOCKS && is_plain) group.from_plain(slot, copy.data() + g * each);
-            if (form == Form::PLAIN && !is_plain) group.to_plain(slot, copy.data() + g * each);
+            if (form == Form::BLOCKS && is_plain) group.from_plain(slot, plain_copy.data() + g * numbers_per_group);
+            if (form == Form::PLAIN && !is_plain) group.to_plain(slot, plain_copy.data() + g * numbers_per_group);
             if (form != Form::BLOCKS) group.mark_plain(slot);
         });
-    if (form == Form::PLAIN) std::copy(copy.begin(), copy.end(), plain);
+    if (form == Form::PLAIN) std::copy(plain_copy.begin(), plain_copy.end(), plain);
 }
 
 }  // namespace

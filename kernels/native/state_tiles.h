@@ -93,40 +93,41 @@ struct UpdateTiles {
         configure_tiles(config);
     }
     template <int V>
-    static void load(const uint32_t* x) {  // [STEPS, 16 V]
+    static void load(const uint32_t* x) {  // [TOKEN_CELLS, 16 V]
         load_tile<4>(x, 64 * V);
         if constexpr (V > 1) load_tile<5>(x + 16, 64 * V);
         if constexpr (V > 2) load_tile<6>(x + 32, 64 * V), load_tile<7>(x + 48, 64 * V);
     }
     template <int V>
-    static void multiply(const uint32_t* b, float* sums) {  // [16, STEPS]; [16, STATE_SLICE]
+    static void multiply(const uint32_t* b, float* sums) {  // [16, TOKEN_CELLS]; [16, STATE_SLICE]
         load_tile<2>(b, WEIGHT_BYTES);
-        pair<4, 5, V>(sums);
-        if constexpr (V > 2) pair<6, 7, V>(sums + 32);
+        multiply_pair<4, 5, V>(sums);
+        if constexpr (V > 2) multiply_pair<6, 7, V>(sums + 32);
     }
 
-    // B of a block's tokens, pairs of one input [STEPS, ld], to [inputs, STEPS]; `inputs` is a multiple of 16.
+    // B of a block's tokens, pairs of one input [TOKEN_CELLS, ld], to [inputs, TOKEN_CELLS]; `inputs` is a multiple
+    // of 16.
     static void transpose(const uint32_t* from, int64_t ld, int64_t inputs, uint32_t* to) {
-        constexpr int64_t STEPS = WEIGHT_BYTES / 4;
+        constexpr int64_t TOKEN_CELLS = WEIGHT_BYTES / 4;
         for (int64_t at = 0; at < inputs; at += 16)
-            for (int64_t half = 0; half < STEPS; half += 4) {
+            for (int64_t half = 0; half < TOKEN_CELLS; half += 4) {
                 const auto step = [&](int64_t i) { return load_words(from + (half + i) * ld + at); };
                 const Words low[2] = {low_words(step(0), step(1)), low_words(step(2), step(3))};
                 const Words high[2] = {high_words(step(0), step(1)), high_words(step(2), step(3))};
-                put(low_pairs(low[0], low[1]), to + at * STEPS + half);
-                put(high_pairs(low[0], low[1]), to + (at + 1) * STEPS + half);
-                put(low_pairs(high[0], high[1]), to + (at + 2) * STEPS + half);
-                put(high_pairs(high[0], high[1]), to + (at + 3) * STEPS + half);
+                store_transposed(low_pairs(low[0], low[1]), to + at * TOKEN_CELLS + half);
+                store_transposed(high_pairs(low[0], low[1]), to + (at + 1) * TOKEN_CELLS + half);
+                store_transposed(low_pairs(high[0], high[1]), to + (at + 2) * TOKEN_CELLS + half);
+                store_transposed(high_pairs(high[0], high[1]), to + (at + 3) * TOKEN_CELLS + half);
             }
     }
 
   private:
-    static void put(Words fours, uint32_t* to) {  // of every fourth input
+    static void store_transposed(Words fours, uint32_t* to) {  // of every fourth input
         store_quarter<0>(to, fours), store_quarter<1>(to + 2 * BLOCK_TOKENS, fours);
         store_quarter<2>(to + 4 * BLOCK_TOKENS, fours), store_quarter<3>(to + 6 * BLOCK_TOKENS, fours);
     }
     template <int B, int NEXT, int V>
-    static void pair(float* sums) {
+    static void multiply_pair(float* sums) {
         zero_tile<0>();
         dot_bf16<0, 2, B>();
         if constexpr (V > 1) {
