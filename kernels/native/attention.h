@@ -13,13 +13,12 @@
 
 namespace {
 
-constexpr int64_t TOKEN_LANES = 10 * LANES;  // queries of a unit: each packs the row's keys for itself
-
+// Tokens whose queries are one unit, for one key/value head.
 inline int64_t tokens_of_unit(const AttentionShape& shape) {
-    return std::max<int64_t>(TOKEN_LANES / (shape.q_heads / shape.kv_heads), 1);
+    return std::max<int64_t>(UNIT_QUERIES / (shape.q_heads / shape.kv_heads), 1);
 }
 
-// Blocks of a scanned row; other rows are one block each.
+// Blocks of queries of the longest scanned row (a prompt's). Other rows are one block each.
 inline int64_t most_blocks(const AttentionShape& shape, const Step& step) {
     const int64_t each = tokens_of_unit(shape);
     int64_t most = 1;
@@ -28,8 +27,8 @@ inline int64_t most_blocks(const AttentionShape& shape, const Step& step) {
     return most;
 }
 
-// Heads per unit of a row that is not scanned: all of them, so that pages are read sequentially, unless threads would
-// be idle.
+// Key/value heads per unit of a row that is not scanned: all of them, so that pages are read sequentially, unless
+// threads would be idle.
 inline int64_t heads_together(const Model& m, const AttentionShape& shape, const Step& step) {
     const int64_t rows = step.rows - step.scans;
     int64_t parts = 1;
@@ -38,47 +37,56 @@ inline int64_t heads_together(const Model& m, const AttentionShape& shape, const
 }
 
 struct AttentionUnits {
-    int64_t rows, together, groups, most, count;  // rows that are not scanned; their heads of a unit, and units
+    int64_t rows;                           // that are not scanned, and come first
+    int64_t heads_per_unit, units_per_row;  // of such a row; key/value heads
+    int64_t blocks_per_scan;                // of each scanned row; a block has one unit for each key/value head
+    int64_t count;                          // of units
     AttentionUnits(const Model& m, const AttentionShape& shape, const Step& step)
-        : rows(step.rows - step.scans), together(heads_together(m, shape, step)),
-          groups((shape.kv_heads + together - 1) / together), most(most_blocks(shape, step)),
-          count(rows * groups + step.scans * most * shape.kv_heads) {}
+        : rows(step.rows - step.scans), heads_per_unit(heads_together(m, shape, step)),
+          units_per_row((shape.kv_heads + heads_per_unit - 1) / heads_per_unit),
+          blocks_per_scan(most_blocks(shape, step)),
+          count(rows * units_per_row + step.scans * blocks_per_scan * shape.kv_heads) {}
 };
 
-// Queries are tokens [first, behind), and for each token the heads that share a key/value head.
+// A source of queries, keys and values (see `attend` in flash.h): those of a unit of work, with most keys in pages. Its
+// queries are those of tokens [first, end), and for each token the query heads that share key/value head `head`.
 template <typename T>
 struct PagedRow {
     const Model& m;
     const Op& op;
     const AttentionShape& shape;
-    int64_t head, heads, share;  // the first of how many key/value heads
-    int64_t begin, before;       // the row's first token, and how many keys come before its own
-    int64_t first, behind;
-    const int64_t* table;
+    int64_t head, heads;    // key/value heads of the unit: the first one, and how many
+    int64_t group_size;     // query heads of a key/value head
+    int64_t begin, before;  // the row's first token, and how many keys come before that token's
+    int64_t first, end;     // tokens of the unit
+    const int64_t* table;   // the row's pages
 
-    PagedRow of(int64_t index) const {
+    // The source of the unit's key/value head `index`.
+    PagedRow for_head(int64_t index) const {
         PagedRow one = *this;
         one.head += index;
         return one;
     }
-    int64_t apart() const { return m.page * shape.width; }  // numbers between a token's keys in neighbouring heads
+    // Numbers from a key in a page to that of the next head.
+    int64_t head_stride() const { return m.page * shape.width; }
+    // A query, key or value of this step: head `index` of a row of `wide`.
     const float* fresh(int64_t token, int64_t index) const { return m.wide + token * m.ld + index * shape.width; }
     // This step's keys and values are read from the product's output: other threads may be writing them to the pages
     // now.
-    struct Lines {
-        int64_t width, count, old;  // how many of them lie in pages
-        const T* stored[2][LINES];
-        const float* fresh[2];
-        int64_t stride;  // of fresh ones
+    struct KeysAndValues {
+        int64_t width, count, in_pages;       // in_pages: how many of the `count` keys are, which come first
+        const T* stored[2][MAX_SOURCE_KEYS];  // keys and values in pages
+        const float* fresh[2];                // the first of the other keys, and its value
+        int64_t stride;                       // numbers from such a key to the next
         void fetch_all() const {
             for (int64_t side = 0; side < 2; side++)
                 for (int64_t i = 0; i < count; i++)
-                    if (i < old) fetch(stored[side][i], width);
-                    else fetch(fresh[side] + (i - old) * stride, width);
+                    if (i < in_pages) fetch(stored[side][i], width);
+                    else fetch(fresh[side] + (i - in_pages) * stride, width);
         }
         template <typename Visit>
         auto at(int64_t side, int64_t i, Visit&& visit) const {
-            return i < old ? visit(stored[side][i]) : visit(fresh[side] + (i - old) * stride);
+            return i < in_pages ? visit(stored[side][i]) : visit(fresh[side] + (i - in_pages) * stride);
         }
         template <typename Cells>
         Words key(Cells, int64_t i, int64_t cell) const {
@@ -88,10 +96,10 @@ struct PagedRow {
             return at(1, i, [&](const auto* row) { return load16(row + feature, lanes(width - feature)); });
         }
     };
-    Lines lines(int64_t position, int64_t count) const {
-        Lines found{shape.width, count, std::min(std::max<int64_t>(before - position, 0), count), {}, {}, m.ld};
-        const int64_t side = shape.kv_heads * apart();
-        for (int64_t i = 0, index = position / m.page, place = position % m.page; i < found.old; i++, place++) {
+    KeysAndValues keys_and_values(int64_t position, int64_t count) const {
+        KeysAndValues found{shape.width, count, std::min(std::max<int64_t>(before - position, 0), count), {}, {}, m.ld};
+        const int64_t side = shape.kv_heads * head_stride();
+        for (int64_t i = 0, index = position / m.page, place = position % m.page; i < found.in_pages; i++, place++) {
             if (place == m.page) index++, place = 0;
             const T* page = static_cast<const T*>(op.kv) + table[index] * op.kv_stride;
             found.stored[0][i] = page + (head * m.page + place) * shape.width;
@@ -102,24 +110,26 @@ struct PagedRow {
         found.fresh[1] = fresh(token, shape.q_heads + shape.kv_heads + head);
         return found;
     }
-    int64_t last(int64_t i) const { return before + first - begin + i / share; }
+    int64_t last(int64_t i) const { return before + first - begin + i / group_size; }
     template <typename Cells>
     Words query(Cells, int64_t i, int64_t cell) const {
-        return Cells::row(fresh(first + i / share, head * share + i % share), shape.width, cell);
+        return Cells::row(fresh(first + i / group_size, head * group_size + i % group_size), shape.width, cell);
     }
-    void fetch_query(int64_t i) const { fetch(fresh(first + i / share, head * share + i % share), shape.width); }
+    void fetch_query(int64_t i) const {
+        fetch(fresh(first + i / group_size, head * group_size + i % group_size), shape.width);
+    }
     void write(int64_t i, const float* numbers) const {
-        float* out = m.mid + (first + i / share) * m.mid_ld + (head * share + i % share) * shape.width;
+        float* out = m.mid + (first + i / group_size) * m.mid_ld + (head * group_size + i % group_size) * shape.width;
         std::copy(numbers, numbers + shape.width, out);
     }
-    void keep(const int64_t* places) const {  // the new keys and values
-        for (int64_t token = first; token < behind; token++) {
+    void write_pages(const int64_t* places) const {  // the new keys and values
+        for (int64_t token = first; token < end; token++) {
             if (places[token] < 0) continue;
             for (int64_t side = 0; side < 2; side++) {
                 const float* from = fresh(token, shape.q_heads + side * shape.kv_heads + head);
                 T* to = static_cast<T*>(op.kv) + places[token] / m.page * op.kv_stride +
                         ((side * shape.kv_heads + head) * m.page + places[token] % m.page) * shape.width;
-                for (int64_t h = 0; h < heads; h++, to += apart(), from += shape.width) {
+                for (int64_t h = 0; h < heads; h++, to += head_stride(), from += shape.width) {
 #pragma omp simd
                     for (int64_t i = 0; i < shape.width; i++) store(to, i, from[i]);
                 }
@@ -128,25 +138,25 @@ struct PagedRow {
     }
 };
 
-// The work of a unit; no queries if nothing is left for it.
+// The queries, keys and values of a unit. It has no queries if its scanned row has fewer blocks than the longest one.
 template <typename T>
 PagedRow<T> paged_row(const Model& m, const Op& op, const Step& step, const AttentionUnits& units, int64_t unit) {
     const AttentionShape& shape = *op.attention;
     PagedRow<T> found{m, op, shape, 0, 1, shape.q_heads / shape.kv_heads, 0, 0, 0, 0, nullptr};
-    if (unit < units.rows * units.groups) {
-        const int64_t row = unit / units.groups;
-        found.head = unit % units.groups * units.together,
-        found.heads = std::min(units.together, shape.kv_heads - found.head);
-        found.begin = found.first = step.starts[row], found.behind = step.starts[row + 1];
+    if (unit < units.rows * units.units_per_row) {
+        const int64_t row = unit / units.units_per_row;
+        found.head = unit % units.units_per_row * units.heads_per_unit,
+        found.heads = std::min(units.heads_per_unit, shape.kv_heads - found.head);
+        found.begin = found.first = step.starts[row], found.end = step.starts[row + 1];
         found.before = step.lengths[found.begin] - 1, found.table = step.tables + found.begin * step.table_stride;
         return found;
     }
-    unit -= units.rows * units.groups;
-    const int64_t part = unit / shape.kv_heads, scan = part / units.most;
-    const int64_t block = units.most - 1 - part % units.most;  // those with most keys first
+    unit -= units.rows * units.units_per_row;
+    const int64_t part = unit / shape.kv_heads, scan = part / units.blocks_per_scan;
+    const int64_t block = units.blocks_per_scan - 1 - part % units.blocks_per_scan;  // those with most keys first
     found.head = unit % shape.kv_heads;
     found.begin = step.starts[units.rows + scan], found.first = found.begin + block * tokens_of_unit(shape);
-    found.behind = std::min(found.first + tokens_of_unit(shape), step.starts[units.rows + scan + 1]);
+    found.end = std::min(found.first + tokens_of_unit(shape), step.starts[units.rows + scan + 1]);
     found.before = step.scan_computed[scan], found.table = step.scan_tables + scan * step.scan_table_stride;
     return found;
 }
@@ -189,26 +199,26 @@ void attention(
     const AttentionShape& shape = *op.attention;
     const AttentionUnits units(m, shape, step);
     PagedRow<T> source = paged_row<T>(m, op, step, units, unit);
-    if (source.first >= source.behind) return;
-    source.keep(step.places);
-    source.first = first_read(source.first, source.behind);
-    // padding, or nothing to look at yet
-    for (; source.first < source.behind && source.last(0) < op.first_key; source.first++) {
-        float* out = m.mid + source.first * m.mid_ld + source.head * source.share * shape.width;
-        std::fill(out, out + source.heads * source.share * shape.width, 0.0f);
+    if (source.first >= source.end) return;
+    source.write_pages(step.places);
+    source.first = first_read(source.first, source.end);
+    // tokens of padding, or without a key that they may attend to
+    for (; source.first < source.end && source.last(0) < op.first_key; source.first++) {
+        float* out = m.mid + source.first * m.mid_ld + source.head * source.group_size * shape.width;
+        std::fill(out, out + source.heads * source.group_size * shape.width, 0.0f);
     }
-    const int64_t queries = (source.behind - source.first) * source.share;
+    const int64_t queries = (source.end - source.first) * source.group_size;
     if (queries <= 0) return;
-    if (queries > FEW || shape.width % CellsOf<T>::EACH) {
+    if (queries > MAX_FEW_QUERIES || shape.width % CellsOf<T>::EACH) {
         for (int64_t h = 0; h < source.heads; h++)
-            attend_many<T>(shape.width, shape.scale, source.of(h), queries, op.first_key, scratch);
+            attend_many<T>(shape.width, shape.scale, source.for_head(h), queries, op.first_key, scratch);
         return;
     }
-    const int64_t then = unit + 1;  // a thread's units are neighbours
-    const bool follows = then < units.rows * units.groups;
-    const PagedRow<T> next = paged_row<T>(m, op, step, units, follows ? then : unit);
+    const int64_t next_unit = unit + 1;  // a thread's units are neighbours
+    const bool follows = next_unit < units.rows * units.units_per_row;
+    const PagedRow<T> next = paged_row<T>(m, op, step, units, follows ? next_unit : unit);
     attend_few<T>(
-        shape.width, shape.scale, source, source.heads, source.apart(), queries, op.first_key,
+        shape.width, shape.scale, source, source.heads, source.head_stride(), queries, op.first_key,
         follows ? &next : nullptr, scratch
     );
 }

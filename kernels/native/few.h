@@ -15,8 +15,8 @@
 
 namespace {
 
-constexpr int64_t FEW = 16;                // queries
-constexpr int64_t WINDOW_BYTES = 1 << 17;  // of keys and values that all heads of a unit attend to before the next ones
+constexpr int64_t MAX_FEW_QUERIES = 16;    // as many as a vector has lanes
+constexpr int64_t WINDOW_BYTES = 1 << 17;  // of keys and values that all heads of a unit attend to before later ones
 
 #if AMX_TILES
 template <typename T>
@@ -26,80 +26,93 @@ template <typename T>
 using FewOf = FewInLanes<T>;
 #endif
 
-// Keys per window for `keys` keys of this many bytes each, a multiple of `span`; windows are nearly equal.
+// Keys of a window, a multiple of `span`, if there are `keys` keys of this many bytes each, with their values; windows
+// are nearly equal.
 inline int64_t window_of(int64_t keys, int64_t bytes, int64_t span) {
     const int64_t most = std::max(WINDOW_BYTES / bytes, span), windows = std::max<int64_t>((keys + most - 1) / most, 1);
     return ((keys + windows - 1) / windows + span - 1) / span * span;
 }
 
-// `count` <= FEW queries of whole cells and several heads; the keys of one token in two neighbouring heads lie `apart`
-// numbers from each other, a multiple of the width. source.of(h) is one head's source. For the first head, its lines()
-// also says which keys are in pages (`old`, `stored`) and which are not (`fresh`); `before` is how many are. `next`:
-// the source of the unit that this thread is likely to take next, or null. None before `first` counts.
+// Attention of `count` <= MAX_FEW_QUERIES queries of whole cells, for several heads. A source (see `attend`) of each:
+//   source.for_head(h): that of head h. For the first head, source.keys_and_values() also says how many keys are in
+//   pages
+//   (`in_pages`, `stored`), and where the first of the others is (`fresh`). source.before: how many keys are in pages.
+// `head_stride`: numbers from a key in a page to that of the next head, a multiple of the width. `first`: the first key
+// that queries attend to. `next`: the source of the unit that this thread is likely to take next, or null.
 template <typename T, typename Source>
 void attend_few(
-    int64_t width, float scale, const Source& source, int64_t heads, int64_t apart, int64_t count, int64_t first,
+    int64_t width, float scale, const Source& source, int64_t heads, int64_t head_stride, int64_t count, int64_t first,
     const Source* next, std::vector<float>& memory
 ) {
     constexpr int64_t SPAN = FewOf<T>::SPAN;
     FewOf<T> few(width, scale, heads, count);
     const int64_t begin = first / SPAN * SPAN, end = source.last(count - 1) + 1, bytes = width * int64_t(sizeof(T));
     const int64_t window = window_of(end - begin, 2 * heads * bytes, SPAN),
-                  old = std::min(std::max(source.before, begin), end);
-    // fresh keys lie as in pages
-    const int64_t per = apart / width, copied = (end - old + per - 1) / per * heads * apart;
-    Scratch scratch(memory, few.floats() + 4 * Scratch::floats<const T*>(window) + Scratch::floats<T>(2 * copied));
+                  fresh_begin = std::min(std::max(source.before, begin), end);
+    // Keys that are not in pages yet are copied to memory with the layout of pages, and so are their values.
+    const int64_t page = head_stride / width, copy_size = (end - fresh_begin + page - 1) / page * heads * head_stride;
+    Scratch scratch(memory, few.floats() + 4 * Scratch::floats<const T*>(window) + Scratch::floats<T>(2 * copy_size));
     few.begin(source, scratch);
-    T* made = scratch.take<T>(2 * copied);
-    const auto copy_of = [&](int64_t position, int64_t side) {
-        return made + side * copied + (position - old) / per * heads * apart + (position - old) % per * width;
+    T* copies = scratch.take<T>(2 * copy_size);
+    const auto copy_of = [&](int64_t position, int64_t side) {  // side: 0 for keys, 1 for values
+        return copies + side * copy_size + (position - fresh_begin) / page * heads * head_stride +
+               (position - fresh_begin) % page * width;
     };
-    for (int64_t at = old; at < end; at++) {
-        const auto lines = source.lines(at, 1);
+    for (int64_t at = fresh_begin; at < end; at++) {
+        const auto found = source.keys_and_values(at, 1);
         for (int64_t side = 0; side < 2; side++) {
-            const float* from = lines.fresh[side];
+            const float* from = found.fresh[side];
             T* copy = copy_of(at, side);
-            for (int64_t h = 0; h < heads; h++, copy += apart, from += width)
+            for (int64_t h = 0; h < heads; h++, copy += head_stride, from += width)
                 for (int64_t f = 0; f < width; f++) store(copy, f, from[f]);
         }
     }
-    struct Places {
-        const T** of[2];  // keys and values of the first head
+    struct WindowRows {
+        const T** rows[2];  // keys and values of the first head
         int64_t count;
-    } now{}, then{};  // in a window, and in the one after it
-    for (Places* each : {&now, &then})
-        for (int64_t side = 0; side < 2; side++) each->of[side] = scratch.take<const T*>(window);
-    const auto find = [&](const Source& in, Places& places, int64_t from, int64_t to) {  // in pages
+    } current{}, following{};
+    for (WindowRows* each : {&current, &following})
+        for (int64_t side = 0; side < 2; side++) each->rows[side] = scratch.take<const T*>(window);
+    const auto find_in_pages = [&](const Source& in, WindowRows& found, int64_t from, int64_t to) {
         for (int64_t tile = from; tile < to; tile += TILE) {
-            const auto found = in.lines(tile, std::min(TILE, to - tile));
+            const auto lines = in.keys_and_values(tile, std::min(TILE, to - tile));
             for (int64_t side = 0; side < 2; side++)
-                std::copy_n(found.stored[side], found.count, places.of[side] + tile - from);
+                std::copy_n(lines.stored[side], lines.count, found.rows[side] + tile - from);
         }
-        places.count = std::max(to - from, int64_t(0));
+        found.count = std::max(to - from, int64_t(0));
     };
-    const auto find_own = [&](Places& places, int64_t from, int64_t to) {
-        find(source, places, from, std::min(to, old));
-        for (int64_t at = from + places.count; at < to; at++, places.count++)
-            for (int64_t side = 0; side < 2; side++) places.of[side][at - from] = copy_of(at, side);
+    const auto find = [&](WindowRows& found, int64_t from, int64_t to) {
+        find_in_pages(source, found, from, std::min(to, fresh_begin));
+        for (int64_t at = from + found.count; at < to; at++, found.count++)
+            for (int64_t side = 0; side < 2; side++) found.rows[side][at - from] = copy_of(at, side);
     };
-    find_own(now, begin, std::min(begin + window, end));
-    for (int64_t begun = begin; begun < end; begun += window, std::swap(now, then)) {
-        const int64_t behind = std::min(begun + window, end);
-        int64_t following = heads;  // whose memory is prefetched
-        if (behind < end) find_own(then, behind, std::min(behind + window, end));
-        else if (next) find(*next, then, begin, std::min(begin + window, next->before)), following = next->heads;
-        else then.count = 0;
-        for (int64_t side = 0; side < 2 && then.count; side++)
-            std::fill(then.of[side] + then.count, then.of[side] + window, then.of[side][then.count - 1]);
-        const Window<T> keys{begun, behind, apart, now.of[0], now.of[1]};
+    find(current, begin, std::min(begin + window, end));
+    for (int64_t window_begin = begin; window_begin < end; window_begin += window, std::swap(current, following)) {
+        const int64_t window_end = std::min(window_begin + window, end);
+        int64_t following_heads = heads;
+        if (window_end < end) {
+            find(following, window_end, std::min(window_end + window, end));
+        } else if (next) {
+            find_in_pages(*next, following, begin, std::min(begin + window, next->before));
+            following_heads = next->heads;
+        } else {
+            following.count = 0;
+        }
+        for (int64_t side = 0; side < 2 && following.count; side++)
+            std::fill(
+                following.rows[side] + following.count, following.rows[side] + window,
+                following.rows[side][following.count - 1]
+            );
+        const Window<T> keys{window_begin, window_end, head_stride, current.rows[0], current.rows[1]};
         for (int64_t h = 0; h < heads; h++)
-            for (int64_t at = begun; at < behind; at += SPAN) {
-                const int64_t i = at - begun;
-                const bool more = i < then.count && h < following;
-                Upcoming<T, SPAN> upcoming = more ? Upcoming<T, SPAN>(then.of[0] + i, then.of[1] + i, bytes, h * apart)
-                                                  : Upcoming<T, SPAN>();
-                few.attend_to(h, keys, at, std::min(at + SPAN, behind), first, upcoming);
-                upcoming.fetch_rest();
+            for (int64_t at = window_begin; at < window_end; at += SPAN) {
+                const int64_t i = at - window_begin;
+                Prefetcher<T, SPAN> prefetcher =
+                    i < following.count && h < following_heads
+                        ? Prefetcher<T, SPAN>(following.rows[0] + i, following.rows[1] + i, bytes, h * head_stride)
+                        : Prefetcher<T, SPAN>();
+                few.attend_to(h, keys, at, std::min(at + SPAN, window_end), first, prefetcher);
+                prefetcher.fetch_rest();
             }
     }
     few.finish(source);

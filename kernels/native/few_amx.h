@@ -33,7 +33,7 @@ class FewInTiles {
         zeros_ = scratch.take<uint16_t>(row());
         std::fill_n(keys_, STEP_KEYS * row(), 0), std::fill_n(zeros_, row(), 0);
         for (int64_t h = 0; h < heads_; h++) {
-            blocks_[h].begin(head_, source.of(h), 0, count_, scratch);
+            blocks_[h].begin(head_, source.for_head(h), 0, count_, scratch);
             for (int64_t step = 0; step < head_.steps; step++) {
                 const uint32_t* const queries = blocks_[h].queries + 16 * step;
                 transpose16(
@@ -46,21 +46,21 @@ class FewInTiles {
     // Keys [at, to) of a window, at most SPAN, for head h; none before `first` counts.
     void attend_to(
         int64_t h, const Window<uint16_t>& window, int64_t at, int64_t to, int64_t first,
-        Upcoming<uint16_t, SPAN>& upcoming
+        Prefetcher<uint16_t, SPAN>& prefetcher
     ) {
         const int64_t steps = (to - at + STEP_KEYS - 1) / STEP_KEYS;
         for (int64_t i = 0; i < steps; i++)
-            score(window, h, at + i * STEP_KEYS, attention_.scores() + i * STEP_KEYS, upcoming);
-        if (head_.width % 32) pair_values<false>(window, h, at, at + steps * STEP_KEYS, to, upcoming);
-        else pair_values<true>(window, h, at, at + steps * STEP_KEYS, to, upcoming);
+            score(window, h, at + i * STEP_KEYS, attention_.scores() + i * STEP_KEYS, prefetcher);
+        if (head_.width % 32) pair_values<false>(window, h, at, at + steps * STEP_KEYS, to, prefetcher);
+        else pair_values<true>(window, h, at, at + steps * STEP_KEYS, to, prefetcher);
         attention_.with_steps(steps, [&](auto S) ALWAYS {
-            attention_.weigh_and_add<1, S()>(blocks_[h], at, first, values_);
+            attention_.exponentiate_and_add<1, S()>(blocks_[h], at, first, values_);
         });
     }
     template <typename Source>
     void finish(const Source& source) {
         for (int64_t h = 0; h < heads_; h++)
-            blocks_[h].finish(head_, [&](int64_t i, const float* numbers) { source.of(h).write(i, numbers); });
+            blocks_[h].finish(head_, [&](int64_t i, const float* numbers) { source.for_head(h).write(i, numbers); });
     }
 
   private:
@@ -68,11 +68,11 @@ class FewInTiles {
     int64_t row() const { return 32 * head_.steps; }  // numbers of a key with padding
     int64_t of_columns() const { return 256 * head_.steps; }
 
-    // Scores [queries, STEP_KEYS], KEY_BLOCK apart, of keys from `at` on.
+    // Scores [queries, STEP_KEYS] of keys from `at` on; those of two queries are KEY_BLOCK numbers apart.
     void score(
-        const Window<uint16_t>& window, int64_t h, int64_t at, float* scores, Upcoming<uint16_t, SPAN>& upcoming
+        const Window<uint16_t>& window, int64_t h, int64_t at, float* scores, Prefetcher<uint16_t, SPAN>& prefetcher
     ) {
-        alignas(64) float found[2][AMX_ROWS * AMX_ROWS];  // [keys, queries]
+        alignas(64) float products[2][AMX_ROWS * AMX_ROWS];  // [keys, queries]
         const Rows a = rows_of(window, h, at, 0), b = rows_of(window, h, at + AMX_ROWS, 1);
         zero_tile<0>(), zero_tile<1>();
         for (int64_t step = 0; step < head_.steps; step++) {
@@ -80,11 +80,11 @@ class FewInTiles {
             load_tile<4>(a.at + 32 * step, a.stride), dot_bf16<0, 4, 6>();
             load_tile<5>(b.at + 32 * step, b.stride), dot_bf16<1, 5, 6>();
         }
-        store_tile<0>(found[0], AMX_BYTES), store_tile<1>(found[1], AMX_BYTES);
+        store_tile<0>(products[0], AMX_BYTES), store_tile<1>(products[1], AMX_BYTES);
         for (int64_t tile = 0; tile < 2; tile++) {
-            upcoming.fetch(4 * lines_);
+            prefetcher.fetch(4 * lines_);
             transpose16(
-                [&](int64_t i) ALWAYS { return load_words(found[tile] + i * 16); },
+                [&](int64_t i) ALWAYS { return load_words(products[tile] + i * 16); },
                 reinterpret_cast<uint32_t*>(scores + 16 * tile), KEY_BLOCK
             );
         }
@@ -94,30 +94,31 @@ class FewInTiles {
         const uint16_t* at;
         int64_t stride;  // bytes
     };
-    // 16 keys: in their page, if they follow each other there without padding, otherwise copied to `keys_`.
+    // 16 keys from `at` on as a tile's rows: in their page, if they are contiguous there and need no padding, otherwise
+    // copied to `keys_`.
     Rows rows_of(const Window<uint16_t>& window, int64_t h, int64_t at, int64_t tile) {
         const uint16_t* const first = window.row(window.keys, at, h);
-        bool there = at + AMX_ROWS <= window.end && head_.width % 32 == 0;
-        for (int64_t i = 1; i < AMX_ROWS && there; i++)
-            there = window.row(window.keys, at + i, h) == first + i * head_.width;
-        if (there) return {first, 2 * head_.width};
+        bool contiguous = at + AMX_ROWS <= window.end && head_.width % 32 == 0;
+        for (int64_t i = 1; i < AMX_ROWS && contiguous; i++)
+            contiguous = window.row(window.keys, at + i, h) == first + i * head_.width;
+        if (contiguous) return {first, 2 * head_.width};
         uint16_t* const copy = keys_ + tile * AMX_ROWS * row();
         for (int64_t i = 0; i < AMX_ROWS; i++)
             std::copy_n(window.row(window.keys, at + i, h), head_.width, copy + i * row());
         return {copy, 2 * row()};
     }
 
-    // Values [at, behind) in pairs, zeros from `to` on. WHOLE: a row has whole vectors.
+    // Values [at, padded_end) in pairs, zeros from `to` on. WHOLE: a row has whole vectors.
     template <bool WHOLE>
     void pair_values(
-        const Window<uint16_t>& window, int64_t h, int64_t at, int64_t behind, int64_t to,
-        Upcoming<uint16_t, SPAN>& upcoming
+        const Window<uint16_t>& window, int64_t h, int64_t at, int64_t padded_end, int64_t to,
+        Prefetcher<uint16_t, SPAN>& prefetcher
     ) {
         uint32_t* out = values_;
-        for (int64_t i = at; i < behind; i += 2, out += head_.row()) {
+        for (int64_t i = at; i < padded_end; i += 2, out += head_.row()) {
             const uint16_t* const a = i < to ? window.row(window.values, i, h) : zeros_;
             const uint16_t* const b = i + 1 < to ? window.row(window.values, i + 1, h) : zeros_;
-            upcoming.fetch(lines_ + lines_ / 2);
+            prefetcher.fetch(lines_ + lines_ / 2);
             for (int64_t feature = 0; feature < head_.row(); feature += 32) {
                 Words cells[2];
                 Bf16Cells::between(a + feature, b + feature, WHOLE ? 32 : head_.width - feature, cells);

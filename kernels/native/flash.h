@@ -17,17 +17,19 @@
 
 namespace {
 
-constexpr int64_t TILE = 8;  // keys whose scores are held in registers; also features whose sums are
-constexpr int TILE_ROWS = VECTOR_REGISTERS == 1 ? TILE : 4;  // of a tile, whose sums are held at a time
-constexpr int64_t LINES = 16;                                // keys that a source's lines() has, at most
-constexpr int64_t LANES = 48;                                // queries of a block: with TILE, 24 accumulators of 16
+constexpr int64_t TILE = 8;  // keys whose scores, or features whose sums, are held in registers
+constexpr int TILE_ROWS = VECTOR_REGISTERS == 1 ? TILE : 4;  // rows of a tile whose sums are held at a time
+constexpr int64_t MAX_SOURCE_KEYS = 16;                      // keys that are asked of a source at a time, at most
+constexpr int64_t BLOCK_QUERIES = 48;  // queries that are multiplied together: with TILE, 24 vectors of sums
+constexpr int64_t UNIT_QUERIES = 10 * BLOCK_QUERIES;  // of a unit of work, which packs all keys for itself
 constexpr int64_t KEY_BLOCK = 128;  // keys whose probabilities are kept until values are multiplied with them
 constexpr int64_t KEY_PACK = 1024;  // keys that are packed at once: they stay in the second-level cache
-// Places for their values: not a power of two, which would share a cache set
-constexpr int64_t VALUE_ROOM = KEY_PACK + 16;
-constexpr int64_t AHEAD = 4 * TILE;  // keys after those that are being packed, which memory is asked for
-constexpr float LOWEST = -1e30f;     // of a reference: below any score that counts, and finite
-// A score may be 2^this above its reference: float32 has the room, and rescaling is rare
+// Keys between two tiles of packed values: not a power of two, at which they would share cache sets.
+constexpr int64_t VALUE_STRIDE = KEY_PACK + 16;
+constexpr int64_t PREFETCH_KEYS = 4 * TILE;  // how far ahead of packing keys are prefetched
+constexpr float LOWEST_REFERENCE = -1e30f;   // below any score, and finite
+// How far a scaled score may be above its query's reference: probabilities up to 2^32 fit in float32, and rescaling is
+// rare.
 constexpr float HEADROOM = 32.0f;
 
 // Prefetches a row.
@@ -88,40 +90,43 @@ void pack_across(int64_t count, int64_t places, int64_t width, Row&& row, uint32
 
 // -- a block of queries over packed keys ------------------------------------------------------------------------------
 
-struct Head {
-    int64_t width;
-    int64_t cells, padded;  // of a row of `width`, and rounded up to 16
-    int64_t tiles;          // of features
-    float scale;            // of scores, in powers of two
+struct HeadShape {
+    int64_t width;          // features
+    int64_t cells, padded;  // of a row of `width` features, and rounded up to 16
+    int64_t tiles;          // of TILE features
+    float scale;            // of scores, times log2(e): probabilities are powers of two
 
     template <typename Cells>
-    static Head of(int64_t width, float scale) {
+    static HeadShape of(int64_t width, float scale) {
         const int64_t cells = (width + Cells::EACH - 1) / Cells::EACH;
         return {width, cells, (cells + 15) / 16 * 16, (width + TILE - 1) / TILE, scale * LOG2_E};
     }
 };
 
-struct Lanes {                                       // queries of a block, at most LANES, and how far each has come
-    int64_t count, vectors;                          // queries; vectors of 16 of them
-    int64_t nearest, furthest;                       // the least and the largest of `last`
-    alignas(64) int32_t last[LANES];                 // the last key that a query looks at
-    alignas(64) float reference[LANES], sum[LANES];  // probabilities are 2^(score - reference), and their sum
+// The queries of a block, and the state of each one's softmax over the keys so far.
+struct SoftmaxState {
+    int64_t count, vectors;                   // queries; vectors of 16 of them
+    int64_t min_last, max_last;               // the least and the largest of `last`
+    alignas(64) int32_t last[BLOCK_QUERIES];  // the last key that a query attends to
+    // Probabilities are 2^(scaled score - reference), not divided by their sum yet; `sum`: over the keys so far.
+    alignas(64) float reference[BLOCK_QUERIES];
+    alignas(64) float sum[BLOCK_QUERIES];
 
     template <typename Source>
     void begin(const Source& source, int64_t first, int64_t queries) {
         count = queries, vectors = (queries + 15) / 16;
-        nearest = source.last(first), furthest = source.last(first + count - 1);
-        for (int64_t i = 0; i < LANES; i++) {
+        min_last = source.last(first), max_last = source.last(first + count - 1);
+        for (int64_t i = 0; i < BLOCK_QUERIES; i++) {
             last[i] = int32_t(source.last(first + std::min(i, count - 1)));
-            reference[i] = LOWEST, sum[i] = 0.0f;
+            reference[i] = LOWEST_REFERENCE, sum[i] = 0.0f;
         }
     }
     Floats inverse(int64_t vector) const { return splat(1.0f) / load_floats(sum + 16 * vector); }
 };
 
-// Turns scores of TILE keys into probabilities, TILE / EACH x V vectors of cells in `to`, and sums them.
+// Turns scores of TILE keys into probabilities, cells [TILE / EACH, 16 V] in `to`, and adds them to `total`.
 template <typename Cells, int V>
-inline __attribute__((always_inline)) void weigh(
+inline __attribute__((always_inline)) void exponentiate(
     Floats score[TILE][V], Floats scale, const Floats reference[V], Floats total[V], uint32_t* to
 ) {
     for (int v = 0; v < V; v++) {
@@ -138,57 +143,62 @@ inline __attribute__((always_inline)) void weigh(
     }
 }
 
-// Scores of keys before `first`, or after a query's last key, become scores without weight.
+// Scores of keys before `first`, or after a query's last key, become minus infinity.
 template <int V>
-inline void close(const Lanes& lanes, int64_t at, int64_t first, Floats score[TILE][V]) {
+inline void mask_scores(const SoftmaxState& softmax, int64_t at, int64_t first, Floats score[TILE][V]) {
     for (int i = 0; i < TILE; i++)
         for (int v = 0; v < V; v++) {
-            const Words last = load_words(lanes.last + 16 * v);
-            const Mask open = at + i < first ? 0 : at_least(last, splat_word(int32_t(at + i)));
-            score[i][v] = select(open, score[i][v], splat(-__builtin_inff()));
+            const Words last = load_words(softmax.last + 16 * v);
+            const Mask visible = at + i < first ? 0 : at_least(last, splat_word(int32_t(at + i)));
+            score[i][v] = select(visible, score[i][v], splat(-__builtin_inff()));
         }
 }
 
-// Each query's largest score of a tile; whether one is far above its reference.
+// Computes each query's largest score of a tile, scaled. Returns whether one exceeds its reference by more than
+// HEADROOM.
 template <int V>
-inline __attribute__((always_inline)) bool look(
+inline __attribute__((always_inline)) bool largest_scores(
     const Floats score[TILE][V], Floats scale, const Floats reference[V], Floats largest[V]
 ) {
-    bool far = false;
+    bool exceeds = false;
     for (int v = 0; v < V; v++) {
         Floats four[4];
         for (int i = 0; i < 4; i++) four[i] = larger(score[2 * i][v], score[2 * i + 1][v]);
         largest[v] = larger(larger(four[0], four[1]), larger(four[2], four[3]));
         largest[v] = largest[v] * scale;
-        far |= above(largest[v], reference[v] + splat(HEADROOM)) != 0;
+        exceeds |= above(largest[v], reference[v] + splat(HEADROOM)) != 0;
     }
-    return far;
+    return exceeds;
 }
 
-// For those queries the score becomes the reference; `factor` is what to multiply their sums with.
+// For these queries the largest score becomes the reference; `factor`: what to multiply their outputs with.
 template <typename Cells, int V>
-void raise(const Floats largest[V], Floats reference[V], Floats total[V], Floats factor[V]) {
+void raise_references(const Floats largest[V], Floats reference[V], Floats total[V], Floats factor[V]) {
     for (int v = 0; v < V; v++) {
         const Floats limit = reference[v] + splat(HEADROOM);
-        const Mask far = above(largest[v], limit);
-        const Floats raised = select(far, largest[v], reference[v]);
+        const Mask exceeds = above(largest[v], limit);
+        const Floats raised = select(exceeds, largest[v], reference[v]);
         factor[v] = Cells::power(reference[v] - raised);
         reference[v] = raised;
-        total[v] = select(far, total[v] * factor[v], total[v]);
+        total[v] = select(exceeds, total[v] * factor[v], total[v]);
     }
 }
 
-// Keys [begin, end), from a multiple of TILE on, for all queries of a block. Parameters:
-//   scores(at, score): adds the products of TILE keys; add(from, to, chances): adds those of values and probabilities
-//   to the outputs; rescale(factor): multiplies the outputs.
+// Attention of a block of queries to keys [begin, end), where `begin` is a multiple of TILE; none before
+// `first` counts. `products` has
+//   scores(at, score): adds the products of queries and TILE keys;
+//   add(from, to, probabilities): adds the products of probabilities and values to the outputs;
+//   rescale(factor): multiplies the outputs.
 template <typename Cells, int V, typename Products>
-void walk(float scores_scale, Lanes& lanes, const Products& products, int64_t begin, int64_t end, int64_t first) {
-    alignas(64) uint32_t chances[KEY_BLOCK / Cells::EACH * 16 * V];
-    const Floats scale = splat(scores_scale);
+void attend_keys(
+    float score_scale, SoftmaxState& softmax, const Products& products, int64_t begin, int64_t end, int64_t first
+) {
+    alignas(64) uint32_t probabilities[KEY_BLOCK / Cells::EACH * 16 * V];
+    const Floats scale = splat(score_scale);
     Floats reference[V], total[V];
     for (int v = 0; v < V; v++) {
-        reference[v] = load_floats(lanes.reference + 16 * v);
-        total[v] = load_floats(lanes.sum + 16 * v);
+        reference[v] = load_floats(softmax.reference + 16 * v);
+        total[v] = load_floats(softmax.sum + 16 * v);
     }
     int64_t pending = begin, at = begin;  // from `pending` on, probabilities have not met their values
     for (; at < end; at += TILE) {
@@ -196,37 +206,37 @@ void walk(float scores_scale, Lanes& lanes, const Products& products, int64_t be
         for (int i = 0; i < TILE; i++)
             for (int v = 0; v < V; v++) score[i][v] = zero();
         products.scores(at, score);
-        if (at + TILE > lanes.nearest + 1 || at < first) close<V>(lanes, at, first, score);
+        if (at + TILE > softmax.min_last + 1 || at < first) mask_scores<V>(softmax, at, first, score);
         Floats largest[V];
-        if (__builtin_expect(look<V>(score, scale, reference, largest), 0)) {
+        if (__builtin_expect(largest_scores<V>(score, scale, reference, largest), 0)) {
             Floats factor[V];
-            raise<Cells, V>(largest, reference, total, factor);
-            products.add(pending, at, chances);
+            raise_references<Cells, V>(largest, reference, total, factor);
+            products.add(pending, at, probabilities);
             products.rescale(factor);
             pending = at;
         }
-        weigh<Cells, V>(score, scale, reference, total, chances + (at - pending) / Cells::EACH * 16 * V);
+        exponentiate<Cells, V>(score, scale, reference, total, probabilities + (at - pending) / Cells::EACH * 16 * V);
         if (at + TILE - pending == KEY_BLOCK) {
-            products.add(pending, at + TILE, chances);
+            products.add(pending, at + TILE, probabilities);
             pending = at + TILE;
         }
     }
-    products.add(pending, at, chances);
+    products.add(pending, at, probabilities);
     for (int v = 0; v < V; v++) {
-        store_floats(lanes.reference + 16 * v, reference[v]);
-        store_floats(lanes.sum + 16 * v, total[v]);
+        store_floats(softmax.reference + 16 * v, reference[v]);
+        store_floats(softmax.sum + 16 * v, total[v]);
     }
 }
 
 // -- many queries: keys and values are packed, and blocks of queries go over them -------------------------------------
 
 struct Block {
-    Lanes lanes;
+    SoftmaxState softmax;
     uint32_t* queries;  // [padded][16 * vectors]
     float* out;         // [TILE * tiles][16 * vectors]: their products with values
 };
 
-struct Keys {            // packed, from a multiple of TILE on
+struct PackedKeys {      // packed, from a multiple of TILE on
     int64_t begin, end;  // positions
     uint32_t* keys;      // [tile of keys][padded][TILE]
     uint32_t* values;    // [tile of features][VALUE_ROOM / EACH][TILE]
@@ -259,21 +269,21 @@ inline __attribute__((always_inline)) void multiply_tile(
 
 template <typename Cells, int V>
 struct PackedProducts {
-    const Head& head;
+    const HeadShape& head;
     const Block& block;
-    const Keys& keys;
+    const PackedKeys& keys;
 
     inline __attribute__((always_inline)) void scores(int64_t at, Floats score[TILE][V]) const {
         multiply_tile<Cells, V>(head.cells, keys.keys + (at - keys.begin) * head.padded, block.queries, score);
     }
-    void add(int64_t from, int64_t to, const uint32_t* chances) const {
+    void add(int64_t from, int64_t to, const uint32_t* probabilities) const {
         for (int64_t tile = 0; tile < head.tiles && from < to; tile++) {
             float* out = block.out + tile * TILE * 16 * V;
             Floats sum[TILE][V];
             for (int i = 0; i < TILE; i++)
                 for (int v = 0; v < V; v++) sum[i][v] = load_floats(out + (i * V + v) * 16);
-            const uint32_t* values = keys.values + (tile * VALUE_ROOM + from - keys.begin) / Cells::EACH * TILE;
-            multiply_tile<Cells, V>((to - from) / Cells::EACH, values, chances, sum);
+            const uint32_t* values = keys.values + (tile * VALUE_STRIDE + from - keys.begin) / Cells::EACH * TILE;
+            multiply_tile<Cells, V>((to - from) / Cells::EACH, values, probabilities, sum);
             for (int i = 0; i < TILE; i++)
                 for (int v = 0; v < V; v++) store_floats(out + (i * V + v) * 16, sum[i][v]);
         }
@@ -288,14 +298,16 @@ struct PackedProducts {
 };
 
 template <typename Cells>
-void walk_packed(const Head& head, Block& block, const Keys& keys, int64_t first) {
-    const int64_t end = std::min(keys.end, block.lanes.furthest + 1);
+void attend_packed(const HeadShape& head, Block& block, const PackedKeys& keys, int64_t first) {
+    const int64_t end = std::min(keys.end, block.softmax.max_last + 1);
     if (end <= keys.begin) return;
     const auto run = [&](auto vectors) {
         constexpr int V = decltype(vectors)::value;
-        walk<Cells, V>(head.scale, block.lanes, PackedProducts<Cells, V>{head, block, keys}, keys.begin, end, first);
+        attend_keys<Cells, V>(
+            head.scale, block.softmax, PackedProducts<Cells, V>{head, block, keys}, keys.begin, end, first
+        );
     };
-    switch (block.lanes.vectors) {
+    switch (block.softmax.vectors) {
         case 1: run(std::integral_constant<int, 1>()); break;
         case 2: run(std::integral_constant<int, 2>()); break;
         default: run(std::integral_constant<int, 3>());
@@ -304,28 +316,29 @@ void walk_packed(const Head& head, Block& block, const Keys& keys, int64_t first
 
 // Passes each query's output, divided by its sum, to write(query, numbers); `rows` holds 16 of them.
 template <typename Write>
-void finish(const Head& head, const Block& block, float* rows, Write&& write) {
-    const int64_t places = 16 * block.lanes.vectors, padded = (head.tiles * TILE + 15) / 16 * 16;
-    for (int64_t v = 0; v < block.lanes.vectors; v++) {
-        const Floats inverse = block.lanes.inverse(v);
+void finish(const HeadShape& head, const Block& block, float* rows, Write&& write) {
+    const int64_t places = 16 * block.softmax.vectors, padded = (head.tiles * TILE + 15) / 16 * 16;
+    for (int64_t v = 0; v < block.softmax.vectors; v++) {
+        const Floats inverse = block.softmax.inverse(v);
         for (int64_t i = 0; i < head.tiles * TILE; i += 4) {
             Words four[4];
             for (int j = 0; j < 4; j++)
                 four[j] = as_words(load_floats(block.out + (i + j) * places + 16 * v) * inverse);
             transpose4(four, reinterpret_cast<uint32_t*>(rows) + i, padded);
         }
-        for (int64_t lane = 0; lane < 16 && 16 * v + lane < block.lanes.count; lane++)
+        for (int64_t lane = 0; lane < 16 && 16 * v + lane < block.softmax.count; lane++)
             write(16 * v + lane, rows + lane * padded);
     }
 }
 
 // Keys and values [keys.begin, keys.end) of a source.
 template <typename Cells, typename Source>
-void pack_keys(const Head& head, const Source& source, const Keys& keys) {
+void pack_keys(const HeadShape& head, const Source& source, const PackedKeys& keys) {
     for (int64_t tile = keys.begin; tile < keys.end; tile += TILE) {
         const int64_t count = std::min(TILE, keys.end - tile);
-        const auto lines = source.lines(tile, count);
-        if (tile + AHEAD < keys.end) source.lines(tile + AHEAD, std::min(TILE, keys.end - tile - AHEAD)).fetch_all();
+        const auto lines = source.keys_and_values(tile, count);
+        if (tile + PREFETCH_KEYS < keys.end)
+            source.keys_and_values(tile + PREFETCH_KEYS, std::min(TILE, keys.end - tile - PREFETCH_KEYS)).fetch_all();
         uint32_t* to = keys.keys + (tile - keys.begin) * head.padded;
         pack_across<Cells>(
             count, TILE, head.width, [&](int64_t i, int64_t cell) { return lines.key(Cells(), i, cell); }, to
@@ -334,9 +347,9 @@ void pack_keys(const Head& head, const Source& source, const Keys& keys) {
             for (int64_t feature = 0; feature < head.width; feature += 2 * TILE) {
                 const auto value = [&](int64_t j) { return j < count ? lines.value(j, feature) : zero(); };
                 const Words cells = Cells::beside(value(i), value(i + 1));
-                to = keys.values + (feature / TILE * VALUE_ROOM + tile + i - keys.begin) / Cells::EACH * TILE;
+                to = keys.values + (feature / TILE * VALUE_STRIDE + tile + i - keys.begin) / Cells::EACH * TILE;
                 store_low_half(to, cells);
-                to += VALUE_ROOM / Cells::EACH * TILE;
+                to += VALUE_STRIDE / Cells::EACH * TILE;
                 store_high_half(to, cells);
             }
     }
@@ -362,52 +375,52 @@ class Scratch {
     char* at_;
 };
 
-// Attention of `count` queries. The source has the queries and the keys:
-//   query(Cells, i, cell): 16 cells of query i; fetch_query(i): prefetches it; last(i): the last key that it attends
-//   to,
-//     which never decreases;
-//   lines(position, count): for at most LINES keys, an object whose key(Cells, i, cell) is 16 cells of a key, value(i,
-//   feature) 16 numbers of a
-//     value, and fetch_all() prefetches them;
-//   write(i, numbers): takes the output of query i.
+// Attention of `count` queries to keys from `first` on, in `memory`. The source has the queries, keys and values:
+//   query(Cells, i, cell): 16 cells of query i, from `cell` on; fetch_query(i): prefetches it;
+//   last(i): the last key that query i attends to, which never decreases;
+//   keys_and_values(position, count): for at most MAX_SOURCE_KEYS keys, an object with key(Cells, i, cell): 16 cells of
+//   a key; value(i, feature): 16 numbers of a value; and fetch_all(), which prefetches them; write(i, numbers): takes
+//   the output of query i.
 template <typename Cells, typename Source>
-void attend(const Head& head, const Source& source, int64_t count, int64_t first, std::vector<float>& memory) {
-    const int64_t blocks = (count + LANES - 1) / LANES, behind = source.last(count - 1) + 1,
+void attend(const HeadShape& head, const Source& source, int64_t count, int64_t first, std::vector<float>& memory) {
+    const int64_t blocks = (count + BLOCK_QUERIES - 1) / BLOCK_QUERIES, end = source.last(count - 1) + 1,
                   begin = first / TILE * TILE;
-    const int64_t of_keys = (std::min(KEY_PACK, behind - begin) + TILE - 1) / TILE * TILE * head.padded;
-    const int64_t of_values = (head.tiles + 1) * TILE * VALUE_ROOM / Cells::EACH,
-                  of_rows = 16 * (head.tiles * TILE + 15);
-    const int64_t of_queries = head.padded * LANES, of_out = head.tiles * TILE * LANES;
-    const int64_t each = Scratch::floats<Block>(1) + Scratch::floats<float>(of_queries) +
-                         Scratch::floats<float>(of_out);
-    const int64_t once = Scratch::floats<float>(of_keys) + Scratch::floats<float>(of_values) +
-                         Scratch::floats<float>(of_rows);
-    Scratch scratch(memory, once + blocks * each);
+    const int64_t key_words = (std::min(KEY_PACK, end - begin) + TILE - 1) / TILE * TILE * head.padded;
+    const int64_t value_words = (head.tiles + 1) * TILE * VALUE_STRIDE / Cells::EACH,
+                  row_floats = 16 * (head.tiles * TILE + 15);
+    const int64_t query_words = head.padded * BLOCK_QUERIES, out_floats = head.tiles * TILE * BLOCK_QUERIES;
+    const int64_t floats_per_block = Scratch::floats<Block>(1) + Scratch::floats<float>(query_words) +
+                                     Scratch::floats<float>(out_floats);
+    const int64_t shared_floats = Scratch::floats<float>(key_words) + Scratch::floats<float>(value_words) +
+                                  Scratch::floats<float>(row_floats);
+    Scratch scratch(memory, shared_floats + blocks * floats_per_block);
     Block* block = scratch.take<Block>(blocks);
-    Keys keys{0, 0, scratch.take<uint32_t>(of_keys), scratch.take<uint32_t>(of_values)};
-    float* rows = scratch.take<float>(of_rows);
+    PackedKeys keys{0, 0, scratch.take<uint32_t>(key_words), scratch.take<uint32_t>(value_words)};
+    float* rows = scratch.take<float>(row_floats);
     const auto fetch_queries = [&](int64_t b) {
-        for (int64_t i = b * LANES; i < std::min((b + 1) * LANES, count); i++) source.fetch_query(i);
+        for (int64_t i = b * BLOCK_QUERIES; i < std::min((b + 1) * BLOCK_QUERIES, count); i++) source.fetch_query(i);
     };
     fetch_queries(0);
     for (int64_t b = 0; b < blocks; b++) {
         fetch_queries(b + 1);
-        Block& one = block[b];
-        one.lanes.begin(source, b * LANES, std::min(LANES, count - b * LANES));
-        one.queries = scratch.take<uint32_t>(of_queries), one.out = scratch.take<float>(of_out);
-        std::fill(one.out, one.out + head.tiles * TILE * 16 * one.lanes.vectors, 0.0f);
+        Block& current = block[b];
+        current.softmax.begin(source, b * BLOCK_QUERIES, std::min(BLOCK_QUERIES, count - b * BLOCK_QUERIES));
+        current.queries = scratch.take<uint32_t>(query_words), current.out = scratch.take<float>(out_floats);
+        std::fill(current.out, current.out + head.tiles * TILE * 16 * current.softmax.vectors, 0.0f);
         pack_across<Cells>(
-            one.lanes.count, 16 * one.lanes.vectors, head.width,
-            [&](int64_t i, int64_t cell) { return source.query(Cells(), b * LANES + i, cell); }, one.queries
+            current.softmax.count, 16 * current.softmax.vectors, head.width,
+            [&](int64_t i, int64_t cell) { return source.query(Cells(), b * BLOCK_QUERIES + i, cell); }, current.queries
         );
     }
-    for (keys.begin = begin; keys.begin < behind; keys.begin = keys.end) {
-        keys.end = std::min(keys.begin + KEY_PACK, behind);
+    for (keys.begin = begin; keys.begin < end; keys.begin = keys.end) {
+        keys.end = std::min(keys.begin + KEY_PACK, end);
         pack_keys<Cells>(head, source, keys);
-        for (int64_t b = 0; b < blocks; b++) walk_packed<Cells>(head, block[b], keys, first);
+        for (int64_t b = 0; b < blocks; b++) attend_packed<Cells>(head, block[b], keys, first);
     }
     for (int64_t b = 0; b < blocks; b++)
-        finish(head, block[b], rows, [&](int64_t i, const float* numbers) { source.write(b * LANES + i, numbers); });
+        finish(head, block[b], rows, [&](int64_t i, const float* numbers) {
+            source.write(b * BLOCK_QUERIES + i, numbers);
+        });
 }
 
 }  // namespace

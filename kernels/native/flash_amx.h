@@ -37,7 +37,7 @@ struct TiledHead {
 template <int T>
 struct QueryBlock {
     static constexpr int64_t ROWS = T * AMX_ROWS;
-    int64_t count, furthest;  // queries; the largest of `last`
+    int64_t count, max_last;  // queries; the largest of `last`
     int64_t last[ROWS];       // the last key that a query attends to
     float reference[ROWS];
     uint32_t* queries;  // [ROWS, steps, 16]
@@ -50,11 +50,11 @@ struct QueryBlock {
     // Queries [first, first + number) of a source.
     template <typename Source>
     void begin(const TiledHead& head, const Source& source, int64_t first, int64_t number, Scratch& scratch) {
-        count = number, furthest = source.last(first + number - 1);
+        count = number, max_last = source.last(first + number - 1);
         queries = scratch.take<uint32_t>(ROWS * 16 * head.steps);
         out = scratch.take<float>(ROWS * (head.row() + 16)), sums = out + ROWS * head.row();
         std::fill_n(out, ROWS * (head.row() + 16), 0.0f);
-        std::fill_n(reference, ROWS, LOWEST);
+        std::fill_n(reference, ROWS, LOWEST_REFERENCE);
         for (int64_t i = 0; i < ROWS; i++) {
             if (i < count) last[i] = source.last(first + i);
             for (int64_t cell = 0; cell < 16 * head.steps; cell += 16)
@@ -106,11 +106,11 @@ inline __attribute__((always_inline)) void pack_tile(
 // Keys and values [keys.begin, keys.end) of a source, up to a multiple of STEP_KEYS.
 template <typename Source>
 void pack_tiles(const TiledHead& head, const Source& source, const TiledKeys& keys) {
-    const int64_t behind = keys.begin + (keys.end - keys.begin + STEP_KEYS - 1) / STEP_KEYS * STEP_KEYS;
-    for (int64_t at = keys.begin; at < behind; at += 16) {
+    const int64_t padded_end = keys.begin + (keys.end - keys.begin + STEP_KEYS - 1) / STEP_KEYS * STEP_KEYS;
+    for (int64_t at = keys.begin; at < padded_end; at += 16) {
         const int64_t count = std::clamp<int64_t>(keys.end - at, 0, 16);
-        const auto lines = source.lines(std::min(at, keys.end), count);
-        if (at + 32 < keys.end) source.lines(at + 32, std::min<int64_t>(16, keys.end - at - 32)).fetch_all();
+        const auto lines = source.keys_and_values(std::min(at, keys.end), count);
+        if (at + 32 < keys.end) source.keys_and_values(at + 32, std::min<int64_t>(16, keys.end - at - 32)).fetch_all();
         pack_tile(
             head, keys, at, count, [&](int64_t i, int64_t cell) ALWAYS { return lines.key(Bf16Cells(), i, cell); },
             [&](int64_t i, int64_t feature, Words(&cells)[2]) ALWAYS {
@@ -131,14 +131,14 @@ class TiledAttention {
 
     // A block of queries over packed keys; none before `first` counts.
     template <int T>
-    void walk(QueryBlock<T>& block, const TiledKeys& keys, int64_t first) {
-        const int64_t end = std::min(keys.end, block.furthest + 1);
+    void attend_keys(QueryBlock<T>& block, const TiledKeys& keys, int64_t first) {
+        const int64_t end = std::min(keys.end, block.max_last + 1);
         for (int64_t at = keys.begin; at < end; at += KEY_BLOCK) {
             const uint32_t* const packed = keys.keys + (at - keys.begin) * head_.steps * 16;
             const uint32_t* const values = keys.values + (at - keys.begin) / 2 * head_.row();
             with_steps((std::min(end - at, KEY_BLOCK) + STEP_KEYS - 1) / STEP_KEYS, [&](auto S) ALWAYS {
                 score<T, S()>(block.queries, packed);
-                weigh_and_add<T, S()>(block, at, first, values);
+                exponentiate_and_add<T, S()>(block, at, first, values);
             });
         }
     }
@@ -158,8 +158,8 @@ class TiledAttention {
     float* scores() { return scores_; }
     // Makes probabilities of the scores of S steps of keys, and adds their products with values.
     template <int T, int S>
-    void weigh_and_add(QueryBlock<T>& block, int64_t at, int64_t first, const uint32_t* values) {
-        for (int64_t r = 0; r < block.count; r++) weigh<T, S>(block, r, at, first);
+    void exponentiate_and_add(QueryBlock<T>& block, int64_t at, int64_t first, const uint32_t* values) {
+        for (int64_t r = 0; r < block.count; r++) exponentiate<T, S>(block, r, at, first);
         for (int64_t v = 0; v < head_.vectors; v += 2) {
             if (v + 1 < head_.vectors) add<T, S, 2>(block.out + 16 * v, values + 16 * v);
             else add<T, S, 1>(block.out + 16 * v, values + 16 * v);
@@ -180,7 +180,7 @@ class TiledAttention {
 
     // Probabilities of query r.
     template <int T, int S>
-    void weigh(QueryBlock<T>& block, int64_t r, int64_t at, int64_t first) {
+    void exponentiate(QueryBlock<T>& block, int64_t r, int64_t at, int64_t first) {
         constexpr int V = 2 * S;
         float* const sum = block.sums + 16 * r;
         Floats score[V];
@@ -188,8 +188,8 @@ class TiledAttention {
         const int64_t left = block.last[r] + 1 - at;
         if (left < 16 * V || at < first)
             for (int v = 0; v < V; v++) {
-                const Mask open = lanes(left - 16 * v) & ~lanes(first - at - 16 * v);
-                score[v] = select(open, score[v], splat(-__builtin_inff()));
+                const Mask visible = lanes(left - 16 * v) & ~lanes(first - at - 16 * v);
+                score[v] = select(visible, score[v], splat(-__builtin_inff()));
             }
         Floats largest = score[0];
         unrolled<V>([&](int v) ALWAYS { largest = larger(largest, score[v]); });
@@ -208,7 +208,7 @@ class TiledAttention {
         });
         store_floats(sum, total);
         unrolled<S>([&](int i) ALWAYS {
-            store_words(chances_ + r * KEY_BLOCK / 2 + 16 * i, pairs_after(score[2 * i], score[2 * i + 1]));
+            store_words(probabilities_ + r * KEY_BLOCK / 2 + 16 * i, pairs_after(score[2 * i], score[2 * i + 1]));
         });
     }
 
@@ -218,7 +218,7 @@ class TiledAttention {
         load<T, V>(out, head_.row());
         for (int64_t at = 0; at < S * PAIR_ROWS; at += PAIR_ROWS) {
             const uint32_t* columns = values + at * head_.row();
-            multiply<T, V>(chances_ + at, 2 * KEY_BLOCK, columns, columns + 16, 4 * head_.row());
+            multiply<T, V>(probabilities_ + at, 2 * KEY_BLOCK, columns, columns + 16, 4 * head_.row());
         }
         store<T, V>(out, head_.row());
     }
@@ -256,7 +256,7 @@ class TiledAttention {
 
     const TiledHead head_;
     alignas(64) float scores_[2 * AMX_ROWS * KEY_BLOCK];
-    alignas(64) uint32_t chances_[2 * AMX_ROWS * KEY_BLOCK / 2];
+    alignas(64) uint32_t probabilities_[2 * AMX_ROWS * KEY_BLOCK / 2];
 };
 
 // `attend` of flash.h.
@@ -266,15 +266,15 @@ void attend_in_tiles(
 ) {
     using Block = QueryBlock<2>;
     const int64_t blocks = (count + Block::ROWS - 1) / Block::ROWS, begin = first / KEY_BLOCK * KEY_BLOCK,
-                  behind = source.last(count - 1) + 1;
-    const int64_t packed = std::min(KEY_PACK, (behind - begin + STEP_KEYS - 1) / STEP_KEYS * STEP_KEYS);
-    const int64_t of_keys = packed * head.steps * 16, of_values = packed / 2 * head.row();
+                  end = source.last(count - 1) + 1;
+    const int64_t packed = std::min(KEY_PACK, (end - begin + STEP_KEYS - 1) / STEP_KEYS * STEP_KEYS);
+    const int64_t key_words = packed * head.steps * 16, value_words = packed / 2 * head.row();
     Scratch scratch(
-        memory, Scratch::floats<uint32_t>(of_keys) + Scratch::floats<uint32_t>(of_values) +
+        memory, Scratch::floats<uint32_t>(key_words) + Scratch::floats<uint32_t>(value_words) +
                     Scratch::floats<Block>(blocks) + blocks * Block::floats(head)
     );
     Block* const block = scratch.take<Block>(blocks);
-    TiledKeys keys{0, 0, scratch.take<uint32_t>(of_keys), scratch.take<uint32_t>(of_values)};
+    TiledKeys keys{0, 0, scratch.take<uint32_t>(key_words), scratch.take<uint32_t>(value_words)};
     const auto fetch_queries = [&](int64_t b) {
         for (int64_t i = b * Block::ROWS; i < std::min((b + 1) * Block::ROWS, count); i++) source.fetch_query(i);
     };
@@ -284,10 +284,10 @@ void attend_in_tiles(
         block[b].begin(head, source, b * Block::ROWS, std::min(Block::ROWS, count - b * Block::ROWS), scratch);
     }
     TiledAttention attention(head);
-    for (keys.begin = begin; keys.begin < behind; keys.begin = keys.end) {
-        keys.end = std::min(keys.begin + KEY_PACK, behind);
+    for (keys.begin = begin; keys.begin < end; keys.begin = keys.end) {
+        keys.end = std::min(keys.begin + KEY_PACK, end);
         pack_tiles(head, source, keys);
-        for (int64_t b = 0; b < blocks; b++) attention.walk(block[b], keys, first);
+        for (int64_t b = 0; b < blocks; b++) attention.attend_keys(block[b], keys, first);
     }
     for (int64_t b = 0; b < blocks; b++)
         block[b].finish(head, [&](int64_t i, const float* numbers) { source.write(b * Block::ROWS + i, numbers); });
@@ -306,7 +306,7 @@ void attend_many(
         return;
     }
 #endif
-    attend<CellsOf<T>>(Head::of<CellsOf<T>>(width, scale), source, count, first, memory);
+    attend<CellsOf<T>>(HeadShape::of<CellsOf<T>>(width, scale), source, count, first, memory);
 }
 
 }  // namespace

@@ -11,13 +11,11 @@
 
 namespace {
 
-constexpr int64_t QUERY_BLOCK = 10 * LANES;  // queries of a unit: it packs the sequence's keys for itself
-
 inline int64_t query_blocks(const VarlenAttention& a, int64_t sequence) {
-    return (a.bounds[sequence + 1] - a.bounds[sequence] + QUERY_BLOCK - 1) / QUERY_BLOCK;
+    return (a.bounds[sequence + 1] - a.bounds[sequence] + UNIT_QUERIES - 1) / UNIT_QUERIES;
 }
 
-// (sequence, head, block of queries)
+// A unit is a block of queries of one head of a sequence.
 int64_t varlen_units(const VarlenAttention& a) {
     int64_t count = 0;
     for (int64_t sequence = 0; sequence < a.sequences; sequence++) count += query_blocks(a, sequence);
@@ -25,12 +23,12 @@ int64_t varlen_units(const VarlenAttention& a) {
 }
 
 template <typename T>
-struct PackedSequence {  // one head of it; `first`: the unit's first query
+struct PackedSequence {  // a source, see `attend`: one head of a sequence; `first`: the unit's first query
     const VarlenAttention& a;
     const int64_t begin, rows, head, first;
 
-    const T* row(const void* of, int64_t i) const {
-        return static_cast<const T*>(of) + (begin + i) * a.stride + head * a.head_stride;
+    const T* row(const void* rows_of_all, int64_t i) const {
+        return static_cast<const T*>(rows_of_all) + (begin + i) * a.stride + head * a.head_stride;
     }
     int64_t last(int64_t) const { return rows - 1; }
     template <typename Cells>
@@ -38,7 +36,7 @@ struct PackedSequence {  // one head of it; `first`: the unit's first query
         return Cells::row(row(a.q, first + i), a.width, cell);
     }
     void fetch_query(int64_t i) const { fetch(row(a.q, first + i), a.width); }
-    struct Lines {
+    struct KeysAndValues {
         const T *keys, *values;
         int64_t stride, width, count;
         void fetch_all() const {
@@ -52,7 +50,7 @@ struct PackedSequence {  // one head of it; `first`: the unit's first query
             return load16(values + i * stride + feature, lanes(width - feature));
         }
     };
-    Lines lines(int64_t position, int64_t count) const {
+    KeysAndValues keys_and_values(int64_t position, int64_t count) const {
         return {row(a.k, position), row(a.v, position), a.stride, a.width, count};
     }
     void write(int64_t i, const float* numbers) const {
@@ -67,19 +65,20 @@ struct PackedSequence {  // one head of it; `first`: the unit's first query
     }
 };
 
-// Blocks of a sequence are multiples of LANES and nearly equal.
+// Blocks of a sequence are multiples of BLOCK_QUERIES and nearly equal.
 void varlen_unit(const VarlenAttention& a, int64_t unit, std::vector<float>& scratch) {
     int64_t sequence = 0, part = unit / a.heads;
     for (; part >= query_blocks(a, sequence); sequence++) part -= query_blocks(a, sequence);
     const int64_t begin = a.bounds[sequence], rows = a.bounds[sequence + 1] - begin, blocks = query_blocks(a, sequence);
-    const int64_t whole = (rows + LANES - 1) / LANES;
-    const int64_t first = whole * part / blocks * LANES, behind = std::min(whole * (part + 1) / blocks * LANES, rows);
-    const auto of = [&](const auto& source) {
-        if (a.kind == BF16) attend_many<uint16_t>(a.width, a.scale, source, behind - first, 0, scratch);
-        else attend_many<float>(a.width, a.scale, source, behind - first, 0, scratch);
+    const int64_t whole = (rows + BLOCK_QUERIES - 1) / BLOCK_QUERIES;
+    const int64_t first = whole * part / blocks * BLOCK_QUERIES,
+                  end = std::min(whole * (part + 1) / blocks * BLOCK_QUERIES, rows);
+    const auto attend_with = [&](const auto& source) {
+        if (a.kind == BF16) attend_many<uint16_t>(a.width, a.scale, source, end - first, 0, scratch);
+        else attend_many<float>(a.width, a.scale, source, end - first, 0, scratch);
     };
-    if (a.stored_bf16) of(PackedSequence<uint16_t>{a, begin, rows, unit % a.heads, first});
-    else of(PackedSequence<float>{a, begin, rows, unit % a.heads, first});
+    if (a.stored_bf16) attend_with(PackedSequence<uint16_t>{a, begin, rows, unit % a.heads, first});
+    else attend_with(PackedSequence<float>{a, begin, rows, unit % a.heads, first});
 }
 
 }  // namespace

@@ -9,16 +9,15 @@
 
 namespace {
 
-// Keys [begin, end) of a row and their values. The numbers of one key in two neighbouring heads are `apart` numbers
-// from each other.
+// Keys [begin, end) of a row and their values, for several heads.
 template <typename T>
 struct Window {
-    int64_t begin, end, apart;
+    int64_t begin, end, head_stride;       // head_stride: numbers from a key to that of the next head
     const T *const *keys, *const *values;  // of the first head, from `begin` on
 
-    // The last key is repeated behind the end.
+    // The key (or value) at a position, for a head; at the end and later positions the last one.
     const T* row(const T* const* rows, int64_t at, int64_t head) const {
-        return rows[std::min(at, end - 1) - begin] + head * apart;
+        return rows[std::min(at, end - 1) - begin] + head * head_stride;
     }
 };
 
@@ -26,13 +25,13 @@ struct Window {
 // processor ignores prefetches while it waits for as many lines as it can. Lines alternate between keys and values, and
 // rows between two pages: neighbouring lines would come from one memory channel.
 template <typename T, int64_t SPAN>
-class Upcoming {
+class Prefetcher {
   public:
-    Upcoming() = default;  // nothing is needed
-    // SPAN keys and as many values of so many bytes, `skip` numbers behind these pointers.
-    Upcoming(const T* const* keys, const T* const* values, int64_t bytes, int64_t skip)
+    Prefetcher() = default;  // prefetches nothing
+    // SPAN keys and as many values of this many bytes each, `skip` numbers after these pointers.
+    Prefetcher(const T* const* keys, const T* const* values, int64_t bytes, int64_t skip)
         : keys_(keys), values_(values), bytes_(bytes), skip_(skip), row_(0) {
-        look_up();
+        start_row();
     }
     // The next lines of a key and of a value, `times` of each.
     inline __attribute__((always_inline)) void fetch(int times = 1) {
@@ -41,7 +40,7 @@ class Upcoming {
             line_ += 64;
             if (line_ < bytes_) continue;
             line_ = 0;
-            if (++row_ < SPAN) look_up();
+            if (++row_ < SPAN) start_row();
         }
     }
     void fetch_rest() {
@@ -49,7 +48,7 @@ class Upcoming {
     }
 
   private:
-    inline __attribute__((always_inline)) void look_up() {
+    inline __attribute__((always_inline)) void start_row() {
         const int64_t i = row_ % 2 * (SPAN / 2) + row_ / 2;
         key_ = reinterpret_cast<const char*>(keys_[i] + skip_),
         value_ = reinterpret_cast<const char*>(values_[i] + skip_);

@@ -57,21 +57,21 @@ struct FewKeys {
             for (int64_t i = 0; i < before; i++)
                 for (int64_t f = 0; f < width; f++) stored[side].push_back(float_to_bf16(row(1 + side, i)[f]));
     }
-    struct Lines {
-        int64_t count, old;
-        const uint16_t* stored[2][LINES];
+    struct KeysAndValues {
+        int64_t count, in_pages;
+        const uint16_t* stored[2][MAX_SOURCE_KEYS];
         const float* fresh[2];
         int64_t stride;
     };
-    Lines lines(int64_t at, int64_t count) const {
-        Lines found{count, std::min(std::max<int64_t>(before - at, 0), count), {}, {}, 3 * heads * width};
+    KeysAndValues keys_and_values(int64_t at, int64_t count) const {
+        KeysAndValues found{count, std::min(std::max<int64_t>(before - at, 0), count), {}, {}, 3 * heads * width};
         for (int64_t side = 0; side < 2; side++) {
-            for (int64_t i = 0; i < found.old; i++) found.stored[side][i] = stored[side].data() + (at + i) * width;
-            found.fresh[side] = row(1 + side, at + found.old);
+            for (int64_t i = 0; i < found.in_pages; i++) found.stored[side][i] = stored[side].data() + (at + i) * width;
+            found.fresh[side] = row(1 + side, at + found.in_pages);
         }
         return found;
     }
-    const FewKeys& of(int64_t) const { return *this; }
+    const FewKeys& for_head(int64_t) const { return *this; }
     int64_t last(int64_t) const { return rows - 1; }
     template <typename Cells>
     Words query(Cells, int64_t i, int64_t cell) const {
@@ -87,7 +87,7 @@ void attention() {
     const std::vector<int64_t> head = take<int64_t>(4);
     const int64_t heads = head[0], width = head[1], sequences = head[2], before = head[3];
     const auto bounds = take<int32_t>(sequences + 1);
-    const int64_t rows = bounds[sequences], side = heads * width, count = std::min(rows, FEW);
+    const int64_t rows = bounds[sequences], side = heads * width, count = std::min(rows, MAX_FEW_QUERIES);
     const auto qkv = take<float>(rows * 3 * side);
     std::vector<float> out(rows * side), few(count * width), scratch;
     const float scale = 1.0f / std::sqrt(float(width));
