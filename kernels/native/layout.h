@@ -29,9 +29,9 @@ class Layout {
 };
 
 #define STRUCT(S) layout.add(#S, sizeof(S))
-#define FIELD_AS(S, member, name) layout.add(#S "." #name, offsetof(S, member), sizeof(S::member))
-#define FIELD(S, member) FIELD_AS(S, member, member)
+#define FIELD(S, member) layout.add(#S "." #member, offsetof(S, member), sizeof(S::member))
 #define VALUE_AS(E, value, name) layout.add(#E "." #name, int64_t(value))
+#define VALUE(E, name) VALUE_AS(E, name, name)
 
 // clang-format off: tables of names
 
@@ -93,7 +93,7 @@ void add_step(Layout& layout) {
     STRUCT(Step);
     FIELD(Step, tokens); FIELD(Step, rows); FIELD(Step, starts); FIELD(Step, slots); FIELD(Step, initial);
     FIELD(Step, save_count); FIELD(Step, saves); FIELD(Step, lengths); FIELD(Step, tables); FIELD(Step, places);
-    FIELD(Step, table_stride); FIELD(Step, logits); FIELD_AS(Step, from, origins); FIELD(Step, batch_slots);
+    FIELD(Step, table_stride); FIELD(Step, logits); FIELD(Step, origins); FIELD(Step, batch_slots);
     FIELD(Step, counts); FIELD(Step, scans); FIELD(Step, scan_computed); FIELD(Step, scan_tables);
     FIELD(Step, scan_table_stride); FIELD(Step, ids); FIELD(Step, largest); FIELD(Step, positions);
     FIELD(Step, axes); FIELD(Step, keeps); FIELD(Step, kept); FIELD(Step, kept_count);
@@ -135,8 +135,8 @@ void add_drafting(Layout& layout) {
 
 void add_tower_op(Layout& layout) {
     STRUCT(TowerOp);
-    FIELD(TowerOp, code); FIELD(TowerOp, of); FIELD(TowerOp, weight); FIELD_AS(TowerOp, from, source);
-    FIELD_AS(TowerOp, ld_from, ld_source); FIELD_AS(TowerOp, to, target); FIELD_AS(TowerOp, ld_to, ld_target);
+    FIELD(TowerOp, code); FIELD(TowerOp, of); FIELD(TowerOp, weight); FIELD(TowerOp, source);
+    FIELD(TowerOp, ld_source); FIELD(TowerOp, target); FIELD(TowerOp, ld_target);
     FIELD(TowerOp, store); FIELD(TowerOp, activation); FIELD(TowerOp, norm); FIELD(TowerOp, bias); FIELD(TowerOp, eps);
 }
 
@@ -156,27 +156,19 @@ void add_tower_step(Layout& layout) {
 }
 
 void add_numbers(Layout& layout) {
-    VALUE_AS(Kind, F32, F32); VALUE_AS(Kind, BF16, BF16); VALUE_AS(Kind, INT8, INT8); VALUE_AS(Kind, INT4, INT4);
-    VALUE_AS(Kind, FP8, FP8); VALUE_AS(Kind, NVFP4, NVFP4); VALUE_AS(Kind, UINT4, UINT4); VALUE_AS(Kind, BYTES, BYTES);
-    VALUE_AS(Kind, SUMMED_BYTES, SUMMED_BYTES); VALUE_AS(Kind, COMPACT_BF16, COMPACT_BF16);
-    VALUE_AS(Kind, COMPACT_ROWS, COMPACT_ROWS);
-    VALUE_AS(Code, NORM, NORM); VALUE_AS(Code, LINEAR, LINEAR); VALUE_AS(Code, MAMBA, MAMBA);
-    VALUE_AS(Code, ATTENTION, ATTENTION); VALUE_AS(Code, CONVERT, CONVERT); VALUE_AS(Code, ACTIVATE, ACTIVATE);
-    VALUE_AS(Code, ROUTE, ROUTE); VALUE_AS(Code, GROUP_PICKS, GROUP_PICKS); VALUE_AS(Code, GATHER, GATHER);
-    VALUE_AS(Code, EXPERTS, EXPERTS); VALUE_AS(Code, PICKED_ACTIVATE, PICKED_ACTIVATE);
-    VALUE_AS(Code, COMBINE, COMBINE); VALUE_AS(Code, NORM_PAIR, NORM_PAIR); VALUE_AS(Code, EMBED, EMBED);
-    VALUE_AS(Code, LARGEST, LARGEST); VALUE_AS(Code, HEADS, HEADS); VALUE_AS(Code, GATE, GATE);
-    VALUE_AS(Code, DELTA, DELTA);
-    VALUE_AS(Code, KEEP, KEEP);
-    VALUE_AS(Target, WIDE, WIDE); VALUE_AS(Target, RESIDUAL, RESIDUAL); VALUE_AS(Target, LOGITS, LOGITS);
-    VALUE_AS(Target, MID, MID); VALUE_AS(Target, OPERAND, OPERAND); VALUE_AS(Target, STREAM, STREAM);
-    VALUE_AS(Target, INNER, INNER);
-    VALUE_AS(Activation, int64_t(Activation::NONE), NONE);
-    VALUE_AS(Activation, int64_t(Activation::RELU_SQUARED), RELU_SQUARED);
-    VALUE_AS(Activation, int64_t(Activation::RELU), RELU); VALUE_AS(Activation, int64_t(Activation::GELU), GELU);
-    VALUE_AS(Activation, int64_t(Activation::GELU_TANH), GELU_TANH);
-    VALUE_AS(Activation, int64_t(Activation::GELU_QUICK), GELU_QUICK);
-    VALUE_AS(Activation, int64_t(Activation::SILU), SILU);
+    VALUE(Kind, F32); VALUE(Kind, BF16); VALUE(Kind, INT8); VALUE(Kind, INT4); VALUE(Kind, FP8); VALUE(Kind, NVFP4);
+    VALUE(Kind, UINT4); VALUE(Kind, BYTES); VALUE(Kind, SUMMED_BYTES); VALUE(Kind, COMPACT_BF16);
+    VALUE(Kind, COMPACT_ROWS);
+    VALUE(Code, NORM); VALUE(Code, LINEAR); VALUE(Code, MAMBA); VALUE(Code, ATTENTION); VALUE(Code, CONVERT);
+    VALUE(Code, ACTIVATE); VALUE(Code, ROUTE); VALUE(Code, GROUP_PICKS); VALUE(Code, GATHER); VALUE(Code, EXPERTS);
+    VALUE(Code, PICKED_ACTIVATE); VALUE(Code, COMBINE); VALUE(Code, NORM_PAIR); VALUE(Code, EMBED);
+    VALUE(Code, LARGEST); VALUE(Code, HEADS); VALUE(Code, GATE); VALUE(Code, DELTA); VALUE(Code, KEEP);
+    VALUE(Target, WIDE); VALUE(Target, RESIDUAL); VALUE(Target, LOGITS); VALUE(Target, MID); VALUE(Target, OPERAND);
+    VALUE(Target, STREAM); VALUE(Target, INNER);
+    VALUE_AS(Activation, Activation::NONE, NONE); VALUE_AS(Activation, Activation::RELU_SQUARED, RELU_SQUARED);
+    VALUE_AS(Activation, Activation::RELU, RELU); VALUE_AS(Activation, Activation::GELU, GELU);
+    VALUE_AS(Activation, Activation::GELU_TANH, GELU_TANH); VALUE_AS(Activation, Activation::GELU_QUICK, GELU_QUICK);
+    VALUE_AS(Activation, Activation::SILU, SILU);
     VALUE_AS(TowerCode, TOWER_LINEAR, LINEAR); VALUE_AS(TowerCode, TOWER_EMBED, EMBED);
     VALUE_AS(TowerCode, TOWER_NORM, NORM); VALUE_AS(TowerCode, TOWER_GATE, GATE);
     VALUE_AS(TowerCode, TOWER_TOKEN, TOKEN); VALUE_AS(TowerCode, TOWER_ATTENTION, ATTENTION);
@@ -184,7 +176,7 @@ void add_numbers(Layout& layout) {
     VALUE_AS(Of, OF_ROWS, ROWS); VALUE_AS(Of, OF_PATCHES, PATCHES); VALUE_AS(Of, OF_TOKENS, TOKENS);
     VALUE_AS(Place, IN_PIXELS, PIXELS); VALUE_AS(Place, IN_NORMED, NORMED); VALUE_AS(Place, IN_WIDE, WIDE);
     VALUE_AS(Place, IN_STREAM, STREAM); VALUE_AS(Place, IN_OUT, OUT);
-    VALUE_AS(Store, STORE, FLOAT32); VALUE_AS(Store, ADD, ADD); VALUE_AS(Store, STORE_BF16, BFLOAT16);
+    VALUE_AS(Store, STORE, FLOAT32); VALUE(Store, ADD); VALUE_AS(Store, STORE_BF16, BFLOAT16);
     layout.add("PANEL", PANEL), layout.add("GROUP", GROUP), layout.add("SUMMED", SUMMED);
 }
 
@@ -192,8 +184,8 @@ void add_numbers(Layout& layout) {
 
 #undef STRUCT
 #undef FIELD
-#undef FIELD_AS
 #undef VALUE_AS
+#undef VALUE
 
 const char* layout_lines() {
     static const std::string lines = [] {

@@ -51,9 +51,9 @@ void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, 
     // slot -1 is padding: its state starts from zeros and is not kept
     const auto place = slot < 0 ? group.in_scratch() : group.in_slot(slot);
     const auto* before = place.states;
-    if (step.from && step.from[row] >= 0 && step.from[row] != slot) {
-        group.copy_window(group.in_slot(step.from[row]), place);
-        before = group.in_slot(step.from[row]).states;
+    if (step.origins && step.origins[row] >= 0 && step.origins[row] != slot) {
+        group.copy_window(group.in_slot(step.origins[row]), place);
+        before = group.in_slot(step.origins[row]).states;
     }
     if (slot < 0 || !step.initial[row]) before = group.clear(place);
     for (int64_t begin = step.starts[row]; begin < last;) {

@@ -168,11 +168,11 @@ struct Step {
     const int64_t *lengths, *tables, *places;
     int64_t table_stride;
     float* logits;  // [tokens, outputs of the product]
-    // For rows whose tokens may be rejected (drafts). Null, or [rows]. `from`: the state slot that a row starts from,
-    // if not its own. `batch_slots`, `counts`: the first `counts` steps of the ring of that batch slot are applied to
-    // the row's state slot before the row; the state slot then does not change, and the row's inputs are written to the
-    // ring. Batch slot -1: no ring.
-    const int64_t *from, *batch_slots, *counts;
+    // For rows whose tokens may be rejected (drafts). Null, or [rows]. `origins`: the state slot that a row starts
+    // from, if not its own. `batch_slots`, `counts`: the first `counts` steps of the ring of that batch slot are
+    // applied to the row's state slot before the row; the state slot then does not change, and the row's inputs are
+    // written to the ring. Batch slot -1: no ring.
+    const int64_t *origins, *batch_slots, *counts;
     // ATTENTION: the last rows may have many tokens each. For each of these: the number of keys before its first token,
     // and its pages.
     int64_t scans;

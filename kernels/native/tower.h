@@ -34,8 +34,9 @@ extern "C" {  // tower.py mirrors these
 struct TowerOp {
     int64_t code, of;  // what it does, and to which rows
     Weight weight;     // LINEAR
-    // LINEAR: places, with elements between rows; GATE: ld_from of what lies in `wide`
-    int64_t from, ld_from, to, ld_to, store;
+    // LINEAR: where rows are read and stored (Place), with elements from a row to the next; store: Store. GATE: only
+    // ld_source, of the rows of `wide`
+    int64_t source, ld_source, target, ld_target, store;
     int64_t activation;        // LINEAR, GATE
     const float *norm, *bias;  // NORM; TOKEN, or null: of a layer norm
     float eps;
@@ -98,8 +99,8 @@ class TowerJob : public Job {
         const TowerOp& op = tower_.ops[first_ + phase];
         const int64_t rows = rows_of(op);
         if (op.code == TOWER_LINEAR) {
-            const Product job{&op.weight,   place(op.from), op.ld_from, nullptr,
-                              place(op.to), op.ld_to,       op.store,   Activation(op.activation)};
+            const Product job{&op.weight,       place(op.source), op.ld_source, nullptr,
+                              place(op.target), op.ld_target,     op.store,     Activation(op.activation)};
             run_unit(job, Units(op.weight, rows, tower_.threads), unit, rows);
             return;
         }
@@ -197,16 +198,17 @@ class TowerJob : public Job {
 
     // A row of gates and gated outputs: the product overwrites the gates.
     void gate(const TowerOp& op, int64_t row, float* scratch) const {
-        const int64_t width = op.ld_from / 2;
-        if (tower_.kind == BF16) read(static_cast<const uint16_t*>(step_.wide) + row * op.ld_from, op.ld_from, scratch);
-        else read(static_cast<const float*>(step_.wide) + row * op.ld_from, op.ld_from, scratch);
+        const int64_t width = op.ld_source / 2;
+        if (tower_.kind == BF16)
+            read(static_cast<const uint16_t*>(step_.wide) + row * op.ld_source, op.ld_source, scratch);
+        else read(static_cast<const float*>(step_.wide) + row * op.ld_source, op.ld_source, scratch);
         for (int64_t i = 0; i < width; i += 16) {
             const Mask m = width - i >= 16 ? Mask(0xffff) : Mask((1 << (width - i)) - 1);
             Floats open[1] = {load16(scratch + i, m)};
             activate(open, Activation(op.activation));
             store_some(scratch + i, m, open[0] * load16(scratch + width + i, m));
         }
-        make_operand(scratch, width, tower_.kind, step_.wide, op.ld_from, nullptr, row);
+        make_operand(scratch, width, tower_.kind, step_.wide, op.ld_source, nullptr, row);
     }
 
     template <typename T>
