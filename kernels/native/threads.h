@@ -43,8 +43,8 @@ inline uint64_t& jobs_of_thread() {
 class Pool {
   public:
     void run(const Job& job, int64_t threads) {
-        const Turn turn(busy_);
-        if (!turn.mine || threads == 1) {  // another thread of this process is using the helpers
+        const TryLock lock(busy_);
+        if (!lock.acquired || threads == 1) {  // another thread of this process is using the helpers
             jobs_of_thread()++;
             for (int64_t i = 0; i < job.phases(); i++)
                 for (int64_t unit = 0; unit < job.units(i); unit++) job.run(i, unit, scratch());
@@ -54,27 +54,27 @@ class Pool {
             for (; helpers_ < threads - 1; helpers_++) std::thread(&Pool::help, this, helpers_).detach();
         } catch (const std::system_error&) {
         }  // no more threads can be started: the existing ones do the work
-        // counters of a phase: one for each thread's lane, and one of the units that are not done
-        const int64_t phases = job.phases(), each = threads + 1;
-        if (phases * each > int64_t(counters_.size())) {
+        // A phase has a counter of each thread's lane, and one of the units that are not done.
+        const int64_t phases = job.phases(), counters_per_phase = threads + 1;
+        if (phases * counters_per_phase > int64_t(counters_.size())) {
             for (auto& old : counters_) old.value.store(0);
             retired_.push_back(std::move(counters_));  // a late helper may still read them
-            counters_ = std::vector<Counter>(phases * each);
+            counters_ = std::vector<Counter>(phases * counters_per_phase);
         }
         const uint64_t number = (number_ + 1) & NUMBER_MASK;
         for (int64_t i = 0; i < phases; i++) {
             const int64_t units = job.units(i);
             for (int64_t lane = 0; lane < threads; lane++)
-                counters_[i * each + lane].start(
+                counters_[i * counters_per_phase + lane].start(
                     number, lane_begin(units, threads, lane + 1) - lane_begin(units, threads, lane), units
                 );
-            counters_[i * each + threads].start(number, units, units);
+            counters_[i * counters_per_phase + threads].start(number, units, units);
         }
         job_.store(&job, std::memory_order_relaxed);
         // A helper reads these in reverse order, so that a layout is never combined with too small counters.
-        shared_.store(counters_.data(), std::memory_order_release);
-        layout_.store(uint64_t(phases) << 32 | uint64_t(threads), std::memory_order_release);
-        wanted_.store(threads - 1, std::memory_order_relaxed);
+        shared_counters_.store(counters_.data(), std::memory_order_release);
+        phases_and_threads_.store(uint64_t(phases) << 32 | uint64_t(threads), std::memory_order_release);
+        helpers_wanted_.store(threads - 1, std::memory_order_relaxed);
         number_ = number;
         signal_.store(uint32_t(number), std::memory_order_seq_cst);
         if (sleepers_.load(std::memory_order_seq_cst)) futex(FUTEX_WAKE_PRIVATE, int(threads - 1));
@@ -83,19 +83,20 @@ class Pool {
 
   private:
     // A lock that is tried once. pthread_mutex_trylock would tie prebuilt libraries to glibc 2.34.
-    struct Turn {
+    struct TryLock {
         std::atomic_flag& busy;
-        const bool mine;
-        explicit Turn(std::atomic_flag& flag) : busy(flag), mine(!flag.test_and_set(std::memory_order_acquire)) {}
-        Turn(const Turn&) = delete;
-        ~Turn() {
-            if (mine) busy.clear(std::memory_order_release);
+        const bool acquired;
+        explicit TryLock(std::atomic_flag& flag)
+            : busy(flag), acquired(!flag.test_and_set(std::memory_order_acquire)) {}
+        TryLock(const TryLock&) = delete;
+        ~TryLock() {
+            if (acquired) busy.clear(std::memory_order_release);
         }
     };
-    // number of the job << 40 | units that are left to take, or to do; 2^40 would take days
+    // number of the job << 40 | units that are left to take, or to do: always fewer than 2^40
     struct alignas(64) Counter {
         std::atomic<uint64_t> value{0};
-        std::atomic<int64_t> units{0};  // of the phase
+        std::atomic<int64_t> units{0};  // all units of the phase
         Counter() = default;
         Counter(const Counter&) {}
         void start(uint64_t number, int64_t left, int64_t of_phase) {
@@ -104,7 +105,7 @@ class Pool {
         }
     };
     static constexpr uint64_t NUMBER_MASK = 0xffffff, LEFT_MASK = (uint64_t(1) << 40) - 1;
-    static constexpr int SPINS = 1024, IDLE_SPINS = 1024;  // of some 40 cycles
+    static constexpr int SPINS = 1024, IDLE_SPINS = 1024;  // before yielding, or sleeping; about 40 cycles each
 
     static std::vector<float>& scratch() {
         static thread_local std::vector<float> buffer;
@@ -115,15 +116,15 @@ class Pool {
         syscall(SYS_futex, reinterpret_cast<uint32_t*>(&signal_), operation, value, nullptr, nullptr, 0);
     }
 
-    // Its own lane first, then those of the following threads.
+    // Runs units of all phases: of each, those of the thread's own lane first, then those of the following threads.
     void work(Counter* counters, int64_t phases, int64_t threads, int64_t thread, uint64_t number) {
         jobs_of_thread()++;
         for (int64_t i = 0; i < phases; i++, counters += threads + 1) {
-            std::atomic<uint64_t>& all = counters[threads].value;
+            std::atomic<uint64_t>& unfinished = counters[threads].value;
             for (int64_t j = 0; j < threads; j++)
                 if (!work_lane(counters, i, threads, (thread + j) % threads, number)) return;
             for (int spins = 0;; spins++) {
-                const uint64_t done = all.load(std::memory_order_acquire);
+                const uint64_t done = unfinished.load(std::memory_order_acquire);
                 if (done >> 40 != number) return;
                 if ((done & LEFT_MASK) == 0) break;
                 if (spins < SPINS) spin_pause();
@@ -132,9 +133,9 @@ class Pool {
         }
     }
 
-    // Whether the job is still running.
+    // Runs the units that are left in a lane. Returns whether the job is still running.
     bool work_lane(Counter* counters, int64_t phase, int64_t threads, int64_t lane, uint64_t number) {
-        std::atomic<uint64_t>&left = counters[lane].value, &all = counters[threads].value;
+        std::atomic<uint64_t>&left = counters[lane].value, &unfinished = counters[threads].value;
         uint64_t seen = left.load(std::memory_order_acquire);
         for (;;) {
             if (seen >> 40 != number) return false;
@@ -144,11 +145,12 @@ class Pool {
             const int64_t units = counters[lane].units.load(std::memory_order_relaxed);
             const int64_t unit = lane_begin(units, threads, lane + 1) - int64_t(seen & LEFT_MASK);
             job_.load(std::memory_order_relaxed)->run(phase, unit, scratch());
-            all.fetch_sub(1, std::memory_order_acq_rel);
+            unfinished.fetch_sub(1, std::memory_order_acq_rel);
             seen = left.load(std::memory_order_acquire);
         }
     }
 
+    // A helper thread.
     void help(int64_t index) {
         uint32_t seen = 0;
         for (;;) {
@@ -158,11 +160,12 @@ class Pool {
             while (signal_.load(std::memory_order_seq_cst) == seen) futex(FUTEX_WAIT_PRIVATE, int(seen));
             sleepers_.fetch_sub(1, std::memory_order_seq_cst);
             seen = signal_.load(std::memory_order_acquire);
-            if (index >= wanted_.load(std::memory_order_relaxed)) continue;
-            const uint64_t layout = layout_.load(std::memory_order_acquire);
+            if (index >= helpers_wanted_.load(std::memory_order_relaxed)) continue;
+            const uint64_t layout = phases_and_threads_.load(std::memory_order_acquire);
             const int64_t threads = layout & 0xffffffff;
             work(
-                shared_.load(std::memory_order_acquire), layout >> 32, threads, std::min(index + 1, threads - 1), seen
+                shared_counters_.load(std::memory_order_acquire), layout >> 32, threads,
+                std::min(index + 1, threads - 1), seen
             );
         }
     }
@@ -173,16 +176,16 @@ class Pool {
     int64_t helpers_ = 0;
     uint64_t number_ = 0;
     std::atomic<const Job*> job_{nullptr};
-    std::atomic<Counter*> shared_{nullptr};
-    std::atomic<uint64_t> layout_{0};  // phases << 32 | threads
-    std::atomic<int64_t> wanted_{0};
+    std::atomic<Counter*> shared_counters_{nullptr};
+    std::atomic<uint64_t> phases_and_threads_{0};  // phases << 32 | threads
+    std::atomic<int64_t> helpers_wanted_{0};
     std::atomic<uint32_t> signal_{0};
     std::atomic<int> sleepers_{0};
 };
 
 Pool& pool() {
-    static Pool* const forever = new Pool;  // helpers outlive static destructors
-    return *forever;
+    static Pool* const instance = new Pool;  // helpers outlive static destructors
+    return *instance;
 }
 
 }  // namespace
