@@ -68,7 +68,7 @@ struct TowerStep {  // tower rows, patches of the images, tokens for the decoder
 
 namespace {
 
-constexpr int64_t ROWS_AT_ONCE = 8;  // rows of a unit of work that is not a product
+constexpr int64_t TOWER_ROWS_PER_UNIT = 8;  // rows of a unit of work that is not a product
 
 // The mean is subtracted before squares are summed.
 void layer_norm(const float* from, const float* weight, const float* bias, int64_t width, float eps, float* out) {
@@ -93,7 +93,7 @@ class TowerJob : public Job {
         const int64_t rows = rows_of(op);
         if (op.code == TOWER_LINEAR) return Units(op.weight, rows, tower_.threads).count;
         if (op.code == TOWER_ATTENTION) return varlen_units(attention());
-        return (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+        return (rows + TOWER_ROWS_PER_UNIT - 1) / TOWER_ROWS_PER_UNIT;
     }
     void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
         const TowerOp& op = tower_.ops[first_ + phase];
@@ -109,7 +109,7 @@ class TowerJob : public Job {
             return;
         }
         if (scratch.size() < size_t(tower_.scratch)) scratch.resize(tower_.scratch);
-        for (int64_t row = unit * ROWS_AT_ONCE; row < std::min(rows, (unit + 1) * ROWS_AT_ONCE); row++) {
+        for (int64_t row = unit * TOWER_ROWS_PER_UNIT; row < std::min(rows, (unit + 1) * TOWER_ROWS_PER_UNIT); row++) {
             switch (op.code) {
                 case TOWER_EMBED: embed(row); break;
                 case TOWER_NORM: norm(op, row, scratch.data()); break;
@@ -176,8 +176,8 @@ class TowerJob : public Job {
         }
     }
 
-    static uint16_t as(float x, const uint16_t*) { return float_to_bf16(x); }
-    static float as(float x, const float*) { return x; }
+    static uint16_t converted(float x, const uint16_t*) { return float_to_bf16(x); }
+    static float converted(float x, const float*) { return x; }
 
     template <typename T>
     static void rotate_head(T* x, const float* cosines, int64_t half) {
@@ -185,8 +185,8 @@ class TowerJob : public Job {
 #pragma omp simd
         for (int64_t i = 0; i < half; i++) {
             const float a = load(x, i), b = load(x, half + i);
-            x[i] = as(a * cosines[i] - b * sines[i], x);
-            x[half + i] = as(b * cosines[i] + a * sines[i], x);
+            x[i] = converted(a * cosines[i] - b * sines[i], x);
+            x[half + i] = converted(b * cosines[i] + a * sines[i], x);
         }
     }
 
@@ -200,19 +200,19 @@ class TowerJob : public Job {
     void gate(const TowerOp& op, int64_t row, float* scratch) const {
         const int64_t width = op.ld_source / 2;
         if (tower_.kind == BF16)
-            read(static_cast<const uint16_t*>(step_.wide) + row * op.ld_source, op.ld_source, scratch);
-        else read(static_cast<const float*>(step_.wide) + row * op.ld_source, op.ld_source, scratch);
+            widen(static_cast<const uint16_t*>(step_.wide) + row * op.ld_source, op.ld_source, scratch);
+        else widen(static_cast<const float*>(step_.wide) + row * op.ld_source, op.ld_source, scratch);
         for (int64_t i = 0; i < width; i += 16) {
-            const Mask m = width - i >= 16 ? Mask(0xffff) : Mask((1 << (width - i)) - 1);
-            Floats open[1] = {load16(scratch + i, m)};
-            activate(open, Activation(op.activation));
-            store_some(scratch + i, m, open[0] * load16(scratch + width + i, m));
+            const Mask mask = width - i >= 16 ? Mask(0xffff) : Mask((1 << (width - i)) - 1);
+            Floats gates[1] = {load16(scratch + i, mask)};
+            activate(gates, Activation(op.activation));
+            store_some(scratch + i, mask, gates[0] * load16(scratch + width + i, mask));
         }
         make_operand(scratch, width, tower_.kind, step_.wide, op.ld_source, nullptr, row);
     }
 
     template <typename T>
-    static void read(const T* from, int64_t count, float* out) {
+    static void widen(const T* from, int64_t count, float* out) {
 #pragma omp simd
         for (int64_t i = 0; i < count; i++) out[i] = load(from, i);
     }
