@@ -33,8 +33,9 @@
 
 namespace {
 
-constexpr int64_t TOGETHER = 4;  // rows per unit, in operations with little work per row
+constexpr int64_t ROWS_PER_UNIT = 4;  // in operations with little work per row
 
+// NORM, NORM_PAIR, CONVERT, ACTIVATE and GATE: one row of the operand of the next product.
 void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
     const float* from = op.code == NORM      ? m.x + row * m.hidden
                         : op.code == CONVERT ? m.mid + row * m.mid_ld
@@ -60,6 +61,7 @@ void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
     make_operand(from, width, op.kind, m.operand, m.operand_ld, m.operand_scale, row);
 }
 
+// The product of a LINEAR.
 Product product_of(const Model& m, const Op& op, const Step& step) {
     Product job{&op.weight, m.operand, m.operand_ld, m.operand_scale, m.wide, m.ld, STORE};
     job.activation = Activation(op.activation);
@@ -82,7 +84,7 @@ int64_t groups_of(const Model& m, const Op& op) {
     return op.code == MAMBA ? m.groups : op.code == DELTA ? op.delta->key_heads : 0;
 }
 
-// Calls work(T(), S()) for windows of type T and states of type S.
+// Calls work(T(), S()), where windows have numbers of type T, and states of type S.
 template <typename F>
 auto with_types(const Model& m, F&& work) {
     if (m.stored_bf16 && m.states_bf16) return work(uint16_t(), uint16_t());
@@ -91,7 +93,7 @@ auto with_types(const Model& m, F&& work) {
     return work(float(), float());
 }
 
-// Calls work(group) with one of these groups.
+// Calls work(group) with group number `group` of a recurrent mixer.
 template <typename T, typename S, typename F>
 void with_group_of(const Model& m, const Op& op, int64_t group, std::vector<float>& scratch, F&& work) {
     const size_t needed = op.code == MAMBA ? HeadGroup<T, S>::scratch(m) : DeltaGroup<T, S>::scratch(*op.delta);
@@ -107,6 +109,7 @@ void with_group(const Model& m, const Op& op, int64_t group, std::vector<float>&
     });
 }
 
+// Number of work units of an operation.
 int64_t units_of(const Model& m, const Op& op, const Step& step) {
     switch (op.code) {
         case LINEAR: return Units(op.weight, step.tokens, m.threads).count;
@@ -122,10 +125,11 @@ int64_t units_of(const Model& m, const Op& op, const Step& step) {
         case GATHER:
         case PICKED_ACTIVATE: return step.tokens * op.experts->chosen;
         case EXPERTS: return most_experts(op, step) * Units(op.weight, 1, m.threads, most_experts(op, step)).count;
-        default: return (step.tokens + TOGETHER - 1) / TOGETHER;
+        default: return (step.tokens + ROWS_PER_UNIT - 1) / ROWS_PER_UNIT;
     }
 }
 
+// Operations [first, last) of a step.
 class StepJob : public Job {
   public:
     StepJob(const Model& m, const Step& step, int64_t first, int64_t last)
@@ -135,8 +139,8 @@ class StepJob : public Job {
     void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
         const Op& op = m_.ops[first_ + phase];
         const Step& step = step_of(phase);
-        const int64_t own = op.code == ROUTE ? 3 * op.experts->count : 0;
-        const size_t needed = std::max(m_.ld, own);
+        const int64_t route_floats = op.code == ROUTE ? 3 * op.experts->count : 0;
+        const size_t needed = std::max(m_.ld, route_floats);
         if (scratch.size() < needed) scratch.resize(needed);
         switch (op.code) {
             case LINEAR: run_linear(phase, unit); break;
@@ -165,8 +169,9 @@ class StepJob : public Job {
             case LARGEST: step.largest[unit] = first_largest(step.logits + unit * m_.vocab, m_.vocab); break;
             case KEEP: keep(op); break;
             default:
-                for (int64_t row = TOGETHER * unit; row < std::min(step.tokens, TOGETHER * (unit + 1)); row++) {
-                    if (kept_.leaves_out(first_ + phase, row)) continue;
+                for (int64_t row = ROWS_PER_UNIT * unit; row < std::min(step.tokens, ROWS_PER_UNIT * (unit + 1));
+                     row++) {
+                    if (kept_.skips(first_ + phase, row)) continue;
                     if (op.code == HEADS) prepare_heads(m_, *op.attention, step, row, scratch.data());
                     else make_row(m_, op, row, scratch.data());
                 }
@@ -175,11 +180,11 @@ class StepJob : public Job {
 
   private:
     const Step& step_of(int64_t phase) const {
-        const Step* after = kept_.after(first_ + phase);
+        const Step* after = kept_.step_after(first_ + phase);
         return after ? *after : step_;
     }
 
-    // Moves the kept tokens' rows, which are all that is read of a token after this operation, to the front.
+    // Moves the kept tokens' rows to the front: of the residual stream, and of the operand of the next product.
     void keep(const Op& op) const {
         const int64_t stride = m_.operand_ld * (op.kind == F32 ? 4 : 2);
         char* operand = static_cast<char*>(m_.operand);
@@ -334,15 +339,15 @@ class VarlenJob : public Job {
     const VarlenAttention& a_;
 };
 
-// Why operations [first, last) cannot use these positions, [tokens, axes] or null.
-const char* why_not_positions(
+// Why operations [first, last) cannot use these positions, or null if they can. `positions`: [tokens, axes] or null.
+const char* position_error(
     const Model& m, int64_t first, int64_t last, const int64_t* positions, int64_t tokens, int64_t axes
 ) {
     for (int64_t i = first; i < last; i++) {
         const Op& op = m.ops[i];
         if (op.code != HEADS || !op.attention->pairs) continue;
         if (!positions) return "a layer reads positions, and there are none";
-        return within(positions, tokens * axes, m.positions) ? nullptr : "a position is in no table";
+        return all_within(positions, tokens * axes, m.positions) ? nullptr : "a position is in no table";
     }
     return nullptr;
 }
@@ -358,8 +363,8 @@ const char* saccade_layout() { return layout_lines(); }
 
 // Runs the model's operations [first, last) on `m.x`.
 const char* saccade_step(const Model* model, const Step* step, int64_t first, int64_t last) {
-    if (step->ids && !within(step->ids, step->tokens, model->vocab)) return "a token is not in the vocabulary";
-    if (const char* reason = why_not_positions(*model, first, last, step->positions, step->tokens, step->axes))
+    if (step->ids && !all_within(step->ids, step->tokens, model->vocab)) return "a token is not in the vocabulary";
+    if (const char* reason = position_error(*model, first, last, step->positions, step->tokens, step->axes))
         return reason;
     pool().run(StepJob(*model, *step, first, last), model->threads);
     return nullptr;
@@ -370,14 +375,15 @@ void saccade_tower(const Tower* tower, const TowerStep* step, int64_t first, int
     pool().run(TowerJob(*tower, *step, first, last), tower->threads);
 }
 
-// Makes the entries that are due of a drafting head, then its drafts: `m`'s operations are a pass of the head.
+// Makes the due entries of a drafting head, then drafts; `model` has the operations of one pass of the head.
 const char* saccade_draft(const Model* model, Step* step, const Drafting* drafting) {
-    if (!within(drafting->ids, drafting->due + drafting->rows, model->vocab)) return "a token is not in the vocabulary";
+    if (!all_within(drafting->ids, drafting->due + drafting->rows, model->vocab))
+        return "a token is not in the vocabulary";
     const int64_t entries = drafting->due + drafting->passes * drafting->rows;
-    if (const char* reason = why_not_positions(*model, 0, model->count, drafting->positions, entries, drafting->axes))
+    if (const char* reason = position_error(*model, 0, model->count, drafting->positions, entries, drafting->axes))
         return reason;
     if (const char* reason =
-            why_not(drafting->draws, drafting->rows, model->vocab, drafting->draft_vocab, model->vocab))
+            draw_error(drafting->draws, drafting->rows, model->vocab, drafting->draft_vocab, model->vocab))
         return reason;
     draft(*model, *drafting, *step, [&](int64_t first, int64_t last) {
         pool().run(StepJob(*model, *step, first, last), model->threads);
@@ -385,6 +391,7 @@ const char* saccade_draft(const Model* model, Step* step, const Drafting* drafti
     return nullptr;
 }
 
+// Advances states by steps of rings; `jobs` as in AdvanceJob.
 void saccade_advance(const Model* model, int64_t rows, const int64_t* jobs) {
     pool().run(AdvanceJob(*model, rows, jobs), model->threads);
 }
@@ -405,17 +412,18 @@ int64_t saccade_state_bytes(const Model* model, int64_t operation) {
     });
 }
 
+// Attention within each of several packed sequences.
 void saccade_varlen_attention(const VarlenAttention* attention, int64_t threads) {
     pool().run(VarlenJob(*attention), threads);
 }
 
-// Tokens [rows] of logits [rows, vocab]; for rows that ask for them, log-probabilities [rows] and the likeliest [rows,
-// width].
+// Draws tokens [rows] from logits [rows, vocab]. For rows that ask for them: logprobs [rows]; top_ids and top [rows,
+// width], the likeliest tokens and their log-probabilities. `draws` null: the largest of each row.
 const char* saccade_sample(
     const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens, float* logprobs,
     int64_t* top_ids, float* top, int64_t width, int64_t threads
 ) {
-    if (const char* reason = why_not(draws, rows, vocab, vocab, logprobs ? width : -1)) return reason;
+    if (const char* reason = draw_error(draws, rows, vocab, vocab, logprobs ? width : -1)) return reason;
     pool().run(SampleJob(logits, rows, vocab, draws, tokens, logprobs, top_ids, top, width), std::min(rows, threads));
     return nullptr;
 }

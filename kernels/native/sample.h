@@ -13,31 +13,35 @@
 
 extern "C" {
 
-struct SampleParams {  // of a sequence; structs.py mirrors this and Draw
-    // temperature 0: the largest; 1, 0, 1, 0, 0: off
-    double temperature, top_p, min_p, repetition, presence, frequency;
-    int64_t top_k, sample;  // top_k 0: off
+struct SampleParams {                        // of a sequence; structs.py mirrors this and Draw
+    double temperature;                      // 0: the largest logit is drawn
+    double top_p, min_p;                     // 1, 0: off
+    double repetition, presence, frequency;  // penalties; 1, 0, 0: off
+    int64_t top_k;                           // 0: off
+    int64_t sample;                          // number of the sample, of several of a request
     uint64_t seed;
     int64_t logprobs;  // likeliest tokens that are reported; -1: no log-probabilities at all
     int64_t bias_count, end_count;
-    const int64_t *bias_ids, *ends;
-    const float* bias;
+    const int64_t *bias_ids, *ends;  // [bias_count]: tokens with a bias; [end_count]: tokens that end the output
+    const float* bias;               // [bias_count]: what is added to their logits
 };
 
 struct Draw {                    // a row of logits
     const SampleParams* params;  // null: the largest logit, without log-probabilities
     int64_t position;            // of the drawn token
-    int64_t masked;              // none of `ends` may be drawn
-    int64_t prompt, known;       // for penalties: `known` tokens, of which the first `prompt` are not output
-    const int64_t* tokens;
-    const uint32_t* mask;  // a bit for each token that may be drawn, [vocab / 32, rounded up]; null: all may
+    int64_t masked;              // whether none of `ends` may be drawn
+    int64_t prompt, known;       // for penalties: how many of the `known` tokens, the first, are the prompt's
+    const int64_t* tokens;       // [known]
+    const uint32_t* mask;        // a bit for each token that may be drawn, [vocab / 32, rounded up]; null: all may
 };
 }
 
 namespace {
 
-constexpr int64_t DRAW_BLOCK = 256, FIRST_CANDIDATES = 64;
-constexpr float IMPOSSIBLE = -std::numeric_limits<float>::infinity(), FINITE = std::numeric_limits<float>::lowest();
+constexpr int64_t DRAW_BLOCK = 256;       // values whose maximum or weight is computed before one of them is found
+constexpr int64_t FIRST_CANDIDATES = 64;  // likeliest tokens that are sorted before it is known how many are kept
+constexpr float IMPOSSIBLE = -std::numeric_limits<float>::infinity(),
+                LOWEST_FINITE = std::numeric_limits<float>::lowest();
 
 // Sixteen values; NaN and values after the end become the lowest.
 inline Floats comparable(const float* x, int64_t left) {
@@ -60,29 +64,32 @@ int64_t first_largest(const float* x, int64_t n) {
     float best = IMPOSSIBLE;
     int64_t begin = 0;
     for (int64_t at = 0; at < n; at += DRAW_BLOCK) {
-        const float here = maximum(x + at, std::min(DRAW_BLOCK, n - at));
-        if (here > best) best = here, begin = at;
+        const float largest = maximum(x + at, std::min(DRAW_BLOCK, n - at));
+        if (largest > best) best = largest, begin = at;
     }
     for (int64_t i = begin; i < std::min(n, begin + DRAW_BLOCK); i++)
         if (x[i] == best) return i;
     return 0;
 }
 
-// `x` where the mask has a bit, IMPOSSIBLE elsewhere. Returns how many can be drawn. `out` may be `x`.
+// Writes `x` where the mask has a bit, and IMPOSSIBLE elsewhere, to `out`, which may be `x`. Returns how many values
+// can be drawn.
 int64_t keep_allowed(const float* x, const uint32_t* mask, int64_t n, float* out) {
-    const Floats lowest = splat(FINITE), impossible = splat(IMPOSSIBLE);
+    const Floats lowest = splat(LOWEST_FINITE), impossible = splat(IMPOSSIBLE);
     int64_t possible = 0;
     for (int64_t i = 0; i < n; i += 16) {
-        const Mask here = lanes(n - i), allowed = Mask(mask[i / 32] >> i % 32) & here;
+        const Mask valid = lanes(n - i), allowed = Mask(mask[i / 32] >> i % 32) & valid;
         const Floats value = load_or(impossible, allowed, x + i);
         possible += __builtin_popcount(at_least(value, lowest));
-        store_some(out + i, here, value);
+        store_some(out + i, valid, value);
     }
     return possible;
 }
 
+// exp(below), or 0 if that is nearly 0.
 inline float weight_of(float below) { return below < -87.0f ? 0.0f : fast_exp(below); }
 
+// Sum of the weights exp(x - top).
 double weight_of_all(const float* x, int64_t n, float top) {
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -90,16 +97,16 @@ double weight_of_all(const float* x, int64_t n, float top) {
     return sum;
 }
 
-// Philox4x32-10 as in kernels/sample/philox.py.
+// A uniform number between 0 and 1, of Philox4x32-10 as in kernels/sample/philox.py.
 double uniform_of(uint64_t seed, int64_t position, int64_t sample) {
-    uint32_t c[4] = {uint32_t(position), uint32_t(sample), 0, 0}, k[2] = {uint32_t(seed), uint32_t(seed >> 32)};
+    uint32_t counter[4] = {uint32_t(position), uint32_t(sample), 0, 0}, key[2] = {uint32_t(seed), uint32_t(seed >> 32)};
     for (int round = 0; round < 10; round++) {
-        const uint64_t first = uint64_t(0xD2511F53) * c[0], second = uint64_t(0xCD9E8D57) * c[2];
-        c[0] = uint32_t(second >> 32) ^ c[1] ^ k[0], c[1] = uint32_t(second);
-        c[2] = uint32_t(first >> 32) ^ c[3] ^ k[1], c[3] = uint32_t(first);
-        k[0] += 0x9E3779B9, k[1] += 0xBB67AE85;
+        const uint64_t first = uint64_t(0xD2511F53) * counter[0], second = uint64_t(0xCD9E8D57) * counter[2];
+        counter[0] = uint32_t(second >> 32) ^ counter[1] ^ key[0], counter[1] = uint32_t(second);
+        counter[2] = uint32_t(first >> 32) ^ counter[3] ^ key[1], counter[3] = uint32_t(first);
+        key[0] += 0x9E3779B9, key[1] += 0xBB67AE85;
     }
-    return (double(uint64_t(c[0]) << 20 | c[1] >> 12) + 0.5) * 0x1p-52;
+    return (double(uint64_t(counter[0]) << 20 | counter[1] >> 12) + 0.5) * 0x1p-52;
 }
 
 struct Candidate {
@@ -108,7 +115,8 @@ struct Candidate {
     bool operator<(const Candidate& other) const { return value != other.value ? value > other.value : id < other.id; }
 };
 
-bool within(const int64_t* ids, int64_t count, int64_t size) {
+// Whether all ids are in [0, size).
+bool all_within(const int64_t* ids, int64_t count, int64_t size) {
     for (int64_t i = 0; i < count; i++)
         if (uint64_t(ids[i]) >= uint64_t(size)) return false;
     return true;
@@ -116,14 +124,14 @@ bool within(const int64_t* ids, int64_t count, int64_t size) {
 
 // Why these rows cannot be drawn, or null: ids come from requests and files, and are used as indices for writes. Ids
 // below `drawn` have logits. `width`: capacity for the likeliest tokens of a row, -1 if nothing is reported.
-const char* why_not(const Draw* draws, int64_t rows, int64_t vocab, int64_t drawn, int64_t width) {
+const char* draw_error(const Draw* draws, int64_t rows, int64_t vocab, int64_t drawn, int64_t width) {
     for (int64_t row = 0; draws && row < rows; row++) {
         const Draw& draw = draws[row];
         if (!draw.params) continue;
         const SampleParams& params = *draw.params;
-        if (!within(params.bias_ids, params.bias_count, drawn)) return "a biased token is not in the vocabulary";
-        if (!within(params.ends, params.end_count, vocab)) return "an end token is not in the vocabulary";
-        if (!within(draw.tokens, draw.known, drawn)) return "a penalised token is not in the vocabulary";
+        if (!all_within(params.bias_ids, params.bias_count, drawn)) return "a biased token is not in the vocabulary";
+        if (!all_within(params.ends, params.end_count, vocab)) return "an end token is not in the vocabulary";
+        if (!all_within(draw.tokens, draw.known, drawn)) return "a penalised token is not in the vocabulary";
         if (draw.prompt < 0 || draw.prompt > draw.known) return "there are more prompt tokens than tokens";
         if (params.logprobs >= 0 && std::min(params.logprobs, vocab) > width)
             return "there is no room for the log-probabilities";
@@ -131,7 +139,7 @@ const char* why_not(const Draw* draws, int64_t rows, int64_t vocab, int64_t draw
     return nullptr;
 }
 
-class Sampling {  // of one thread; between calls it keeps only buffers
+class Sampler {  // of one thread; between calls it keeps only buffers
   public:
     // The token of a row. With `params.logprobs` k >= 0 also its log-probability, and the ids and log-probabilities of
     // the k likeliest.
@@ -145,39 +153,39 @@ class Sampling {  // of one thread; between calls it keeps only buffers
   private:
     int64_t choose(const float* logits, int64_t n, const Draw& job) {
         const SampleParams& params = *job.params;
-        const bool adjusted = params.bias_count || job.masked || job.known;
-        if (params.temperature == 0 && !adjusted && !job.mask) return first_largest(logits, n);
+        const bool is_adjusted = params.bias_count || job.masked || job.known;
+        if (params.temperature == 0 && !is_adjusted && !job.mask) return first_largest(logits, n);
         row_.resize(n);
         float* x = row_.data();
-        if (adjusted || !job.mask) std::copy(logits, logits + n, x);
-        if (adjusted) adjust(x, n, job);
-        const int64_t possible = job.mask ? keep_allowed(adjusted ? x : logits, job.mask, n, x) : n;
+        if (is_adjusted || !job.mask) std::copy(logits, logits + n, x);
+        if (is_adjusted) add_bias_and_penalties(x, n, job);
+        const int64_t possible = job.mask ? keep_allowed(is_adjusted ? x : logits, job.mask, n, x) : n;
         if (params.temperature == 0 || !possible) return first_largest(x, n);
         const float divisor = float(params.temperature);
 #pragma omp simd
         for (int64_t i = 0; i < n; i++) x[i] = x[i] == x[i] ? x[i] / divisor : IMPOSSIBLE;
         const double uniform = uniform_of(params.seed, job.position, params.sample);
         const bool filtered = params.top_k > 0 || params.top_p < 1 || params.min_p > 0;
-        return filtered ? among_likeliest(x, n, possible, params, uniform) : among_all(x, n, uniform);
+        return filtered ? draw_from_likeliest(x, n, possible, params, uniform) : draw_from_all(x, n, uniform);
     }
 
-    // Products are rounded before they are subtracted, as in the reference: through double, whose 53 bits hold them
-    // exactly.
-    void adjust(float* x, int64_t n, const Draw& job) {
+    // As in the reference, products are rounded to float32 before they are subtracted. Double holds them exactly, so
+    // they are rounded once.
+    void add_bias_and_penalties(float* x, int64_t n, const Draw& job) {
         const SampleParams& params = *job.params;
         for (int64_t i = 0; i < params.bias_count; i++) x[params.bias_ids[i]] += params.bias[i];
-        if (seen_.size() < size_t(n)) seen_.resize(n);
+        if (counts_.size() < size_t(n)) counts_.resize(n);
         const auto each = [&](int64_t begin, auto&& visit) {
-            for (int64_t i = begin; i < job.known; i++) visit(x[job.tokens[i]], seen_[job.tokens[i]]);
+            for (int64_t i = begin; i < job.known; i++) visit(x[job.tokens[i]], counts_[job.tokens[i]]);
         };
-        const float factor = float(params.repetition), often = float(params.frequency),
-                    present = float(params.presence);
+        const float factor = float(params.repetition), frequency = float(params.frequency),
+                    presence = float(params.presence);
         each(job.prompt, [](float&, int32_t& count) { count++; });
         each(0, [&](float& value, int32_t& count) {
             if (count < 0) return;
             value = value > 0 ? value / factor : float(double(value) * factor);
-            value -= float(double(count) * often);
-            value -= count > 0 ? present : 0.0f;
+            value -= float(double(count) * frequency);
+            value -= count > 0 ? presence : 0.0f;
             count = -1;
         });
         each(0, [](float&, int32_t& count) { count = 0; });
@@ -185,14 +193,14 @@ class Sampling {  // of one thread; between calls it keeps only buffers
             for (int64_t i = 0; i < params.end_count; i++) x[params.ends[i]] = IMPOSSIBLE;
     }
 
-    // In the order of ids: the first whose cumulative weight exceeds the share.
-    int64_t among_all(const float* x, int64_t n, double share) {
+    // In the order of ids: the first token up to which the share of all weight exceeds `uniform`.
+    int64_t draw_from_all(const float* x, int64_t n, double uniform) {
         const float top = maximum(x, n);
         sums_.clear();
         double total = 0;
         for (int64_t at = 0; at < n; at += DRAW_BLOCK)
             sums_.push_back(total += weight_of_all(x + at, std::min(DRAW_BLOCK, n - at), top));
-        const double target = share * total;
+        const double target = uniform * total;
         int64_t block = std::upper_bound(sums_.begin(), sums_.end(), target) - sums_.begin();
         block = std::min(block, int64_t(sums_.size()) - 1);
         const int64_t begin = block * DRAW_BLOCK, end = std::min(n, begin + DRAW_BLOCK);
@@ -200,103 +208,108 @@ class Sampling {  // of one thread; between calls it keeps only buffers
         int64_t place = begin;
         for (; place < end - 1; place++)
             if ((passed += weight_of(x[place] - top)) > target) break;
-        // where rounding has put it on an impossible one
+        // Rounding may have put it on a token without weight.
         while (place > begin && !(weight_of(x[place] - top) > 0)) place--;
         return place;
     }
 
-    // In the order of falling values: a prefix that all filters keep. `possible`: how many are above IMPOSSIBLE, at
-    // most.
-    int64_t among_likeliest(const float* x, int64_t n, int64_t possible, const SampleParams& params, double share) {
+    // Draws from the tokens that all filters keep, which are a prefix of the order of falling values. `possible`: how
+    // many are above IMPOSSIBLE, at most.
+    int64_t draw_from_likeliest(
+        const float* x, int64_t n, int64_t possible, const SampleParams& params, double uniform
+    ) {
         const int64_t most = params.top_k > 0 ? std::min(params.top_k, possible) : possible;
         const int64_t width = std::min(most, FIRST_CANDIDATES);
-        take_likeliest(x, n, width, possible < n ? FINITE : IMPOSSIBLE);
+        find_likeliest(x, n, width, possible < n ? LOWEST_FINITE : IMPOSSIBLE);
         sums_.clear();
         double sum = 0;
-        int64_t above = 0;  // that min_p keeps
+        int64_t above_min_p = 0;  // candidates that min_p keeps
         for (const Candidate& candidate : found_) {
             const double weight = std::exp(double(candidate.value - found_[0].value));
-            above += weight >= params.min_p;
+            above_min_p += weight >= params.min_p;
             sums_.push_back(sum += weight);
         }
         int64_t kept = width;
         bool known = most == width;
         if (params.top_p < 1) {
-            // top_p is a share of a total that includes tokens further down
-            if (!known && most < possible) return among_many(x, n, possible, params, share, most);
+            // top_p is a share of the weight of all tokens that top_k keeps, which are more than the candidates
+            if (!known && most < possible) return draw_from_many(x, n, possible, params, uniform, most);
             const double mass = most < possible ? sum : weight_of_all(x, n, found_[0].value);
             const auto reached = std::lower_bound(sums_.begin(), sums_.end(), params.top_p * mass);
             known |= reached != sums_.end();
             kept = std::min(kept, int64_t(reached - sums_.begin()) + 1);
         }
         if (params.min_p > 0) {
-            known |= above < width;
-            kept = std::min(kept, above);
+            known |= above_min_p < width;
+            kept = std::min(kept, above_min_p);
         }
-        if (!known) return among_many(x, n, possible, params, share, most);
+        if (!known) return draw_from_many(x, n, possible, params, uniform, most);
         kept = std::max(int64_t(1), kept);
         const auto end = sums_.begin() + kept;
-        const int64_t place = std::upper_bound(sums_.begin(), end, share * end[-1]) - sums_.begin();
+        const int64_t place = std::upper_bound(sums_.begin(), end, uniform * end[-1]) - sums_.begin();
         return found_[std::min(place, kept - 1)].id;
     }
 
-    struct Place {  // in the order: how many there are up to it, their weight, and its id
+    struct Prefix {  // of the tokens in the order of falling values
         int64_t count;
-        double mass;
-        int64_t id;
+        double mass;  // sum of weights
+        int64_t id;   // of its last token
     };
 
-    // The same if filters keep many: counted and summed by steps of value, and sorted within one step only.
-    int64_t among_many(
-        const float* x, int64_t n, int64_t possible, const SampleParams& params, double share, int64_t most
+    // The same if filters may keep more than FIRST_CANDIDATES: tokens are counted and summed in buckets of value, and
+    // only one bucket is sorted. `most`: how many top_k keeps.
+    int64_t draw_from_many(
+        const float* x, int64_t n, int64_t possible, const SampleParams& params, double uniform, int64_t most
     ) {
         const float top = maximum(x, n);
-        std::fill(steps_.begin(), steps_.end(), Step{0, 0});
-        step_of_.resize(n), weights_.resize(n);
+        std::fill(buckets_.begin(), buckets_.end(), Bucket{0, 0});
+        bucket_of_.resize(n), weights_.resize(n);
 #pragma omp simd
         for (int64_t i = 0; i < n; i++) {
-            step_of_[i] = uint16_t(std::min((top - x[i]) * STEPS_OF_ONE, float(LAST_STEP)));
+            bucket_of_[i] = uint16_t(std::min((top - x[i]) * BUCKETS_PER_UNIT, float(LAST_BUCKET)));
             weights_[i] = weight_of(x[i] - top);
         }
-        int64_t above = 0;
+        int64_t above_min_p = 0;
         double mass = 0;
         for (int64_t i = 0; i < n; i++) {
-            Step& step = steps_[step_of_[i]];
-            step.count++, step.mass += weights_[i], mass += weights_[i];
-            above += weights_[i] >= params.min_p;
+            Bucket& bucket = buckets_[bucket_of_[i]];
+            bucket.count++, bucket.mass += weights_[i], mass += weights_[i];
+            above_min_p += weights_[i] >= params.min_p;
         }
         int64_t kept = most;
-        if (most < possible) mass = first_place(x, n, [&](int64_t count, double) { return count >= most; }).mass;
+        if (most < possible) mass = shortest_prefix(x, n, [&](int64_t count, double) { return count >= most; }).mass;
         if (params.top_p < 1) {
             const double goal = params.top_p * mass;
-            kept = std::min(kept, first_place(x, n, [&](int64_t, double mass) { return mass >= goal; }).count);
+            kept = std::min(kept, shortest_prefix(x, n, [&](int64_t, double mass) { return mass >= goal; }).count);
         }
-        if (params.min_p > 0) kept = std::max(int64_t(1), std::min(kept, above));
-        const double target = share * first_place(x, n, [&](int64_t count, double) { return count >= kept; }).mass;
+        if (params.min_p > 0) kept = std::max(int64_t(1), std::min(kept, above_min_p));
+        const double target = uniform *
+                              shortest_prefix(x, n, [&](int64_t count, double) { return count >= kept; }).mass;
         const auto passed = [&](int64_t count, double mass) { return mass > target || count >= kept; };
-        return first_place(x, n, passed).id;
+        return shortest_prefix(x, n, passed).id;
     }
 
+    // The shortest prefix of which reached(count, mass) is true, or all tokens.
     template <typename F>
-    Place first_place(const float* x, int64_t n, F&& reached) {
-        Place place{0, 0, 0};
+    Prefix shortest_prefix(const float* x, int64_t n, F&& reached) {
+        Prefix prefix{0, 0, 0};
         int64_t at = 0;
-        for (; at < LAST_STEP && !reached(place.count + steps_[at].count, place.mass + steps_[at].mass); at++)
-            place.count += steps_[at].count, place.mass += steps_[at].mass;
+        for (; at < LAST_BUCKET && !reached(prefix.count + buckets_[at].count, prefix.mass + buckets_[at].mass); at++)
+            prefix.count += buckets_[at].count, prefix.mass += buckets_[at].mass;
         found_.clear();
         for (int64_t i = 0; i < n; i++)
-            if (step_of_[i] == at) found_.push_back({x[i], int32_t(i)});
+            if (bucket_of_[i] == at) found_.push_back({x[i], int32_t(i)});
         std::sort(found_.begin(), found_.end());
         for (const Candidate& candidate : found_) {
-            place = {place.count + 1, place.mass + weights_[candidate.id], candidate.id};
-            if (reached(place.count, place.mass)) break;
+            prefix = {prefix.count + 1, prefix.mass + weights_[candidate.id], candidate.id};
+            if (reached(prefix.count, prefix.mass)) break;
         }
-        return place;
+        return prefix;
     }
 
-    // The `width` largest, in order. As many maxima of sixteen values are a lower bound. At least so many reach
-    // `least`.
-    void take_likeliest(const float* x, int64_t n, int64_t width, float least) {
+    // Puts the `width` largest values into `found_`, in order. At least `width` values reach `least`. If there are many
+    // more, the width-th largest of the maxima of every sixteen values is a higher such bound.
+    void find_likeliest(const float* x, int64_t n, int64_t width, float least) {
         if (width * 32 < n) {
             maxima_.clear();
             for (int64_t i = 0; i < n; i += 16) maxima_.push_back(largest_of(comparable(x + i, n - i)));
@@ -306,10 +319,10 @@ class Sampling {  // of one thread; between calls it keeps only buffers
         found_.clear();
         for (int64_t i = 0; i < n; i += 16) {
             alignas(64) float values[16];
-            const Floats here = comparable(x + i, n - i);
-            unsigned mask = at_least(here, splat(least)) & lanes(n - i);
+            const Floats sixteen = comparable(x + i, n - i);
+            unsigned mask = at_least(sixteen, splat(least)) & lanes(n - i);
             if (!mask) continue;
-            store_floats(values, here);
+            store_floats(values, sixteen);
             for (; mask; mask &= mask - 1) {
                 const int lane = __builtin_ctz(mask);
                 found_.push_back({values[lane], int32_t(i + lane)});
@@ -330,19 +343,20 @@ class Sampling {  // of one thread; between calls it keeps only buffers
         const double norm = double(largest) + std::log(weight_of_all(logits, n, largest));
         *logprob = float(double(logits[token]) - norm);
         if (!(count = std::min(count, n))) return;
-        take_likeliest(logits, n, count, IMPOSSIBLE);
+        find_likeliest(logits, n, count, IMPOSSIBLE);
         for (int64_t i = 0; i < count; i++) ids[i] = found_[i].id, top[i] = float(double(found_[i].value) - norm);
     }
 
-    static constexpr int64_t STEPS_OF_ONE = 16, LAST_STEP = 88 * STEPS_OF_ONE;  // weights below exp(-87) are 0
-    struct Step {
+    static constexpr int64_t BUCKETS_PER_UNIT = 16,
+                             LAST_BUCKET = 88 * BUCKETS_PER_UNIT;  // weights below exp(-87) are 0
+    struct Bucket {
         int64_t count;
         double mass;
     };
-    std::vector<Step> steps_ = std::vector<Step>(LAST_STEP + 1);
-    std::vector<uint16_t> step_of_;
+    std::vector<Bucket> buckets_ = std::vector<Bucket>(LAST_BUCKET + 1);
+    std::vector<uint16_t> bucket_of_;
     std::vector<float> row_, maxima_, weights_;
-    std::vector<int32_t> seen_;  // zeros between two rows
+    std::vector<int32_t> counts_;  // zeros between two rows
     std::vector<double> sums_;
     std::vector<Candidate> found_;
 };
@@ -359,9 +373,9 @@ class SampleJob : public Job {
     int64_t phases() const override { return 1; }
     int64_t units(int64_t) const override { return rows_; }
     void run(int64_t, int64_t row, std::vector<float>&) const override {
-        static thread_local Sampling sampling;
+        static thread_local Sampler sampler;
         const Draw draw = draws_ ? draws_[row] : Draw{};
-        tokens_[row] = sampling.draw(
+        tokens_[row] = sampler.draw(
             logits_ + row * vocab_, vocab_, draw, logprobs_ + row, top_ids_ + row * width_, top_ + row * width_
         );
     }
