@@ -6,8 +6,9 @@
 
 namespace {
 
-// BYTES and SUMMED_BYTES are forms of rows only: signed bytes, for weights in INT8 and in INT4. COMPACT_ROWS is one of
-// tables only.
+// How a weight, or the rows that it is multiplied with, is stored; README.md describes the kinds. BYTES and
+// SUMMED_BYTES are kinds of rows only: signed bytes, for weights in INT8 and in INT4. COMPACT_ROWS is one of tables
+// only.
 enum Kind : int64_t {
     F32 = 0,
     BF16 = 1,
@@ -21,7 +22,9 @@ enum Kind : int64_t {
     COMPACT_BF16 = 9,
     COMPACT_ROWS = 10,
 };
+// How the results of a product are stored: as float32, added to float32, or as bfloat16.
 enum Store : int64_t { STORE = 0, ADD = 1, STORE_BF16 = 2 };
+// Operations of a decoder step; README.md describes them.
 enum Code : int64_t {
     NORM = 0,
     LINEAR = 1,
@@ -43,78 +46,93 @@ enum Code : int64_t {
     DELTA = 17,
     KEEP = 18,
 };
+// Where an operation's result goes; see Op.
 enum Target : int64_t { WIDE = 0, RESIDUAL = 1, LOGITS = 2, MID = 3, OPERAND = 4, STREAM = 5, INNER = 6 };
 
 }  // namespace
 
 extern "C" {
 
-// [n, k]; kpad: k as it is stored; scale: int8 [panels * 64], int4 [panels, groups, 64]; bias: [n] or null
+// A packed weight W [n, k] of a product x W^T; see "Products with packed weights" in README.md.
 struct Weight {
-    int64_t kind, n, k, kpad;
+    int64_t kind, n, k, kpad;  // kpad: k with padding, as it is stored
     const void* data;
-    const float* scale;
-    const float* bias;
-    // of each 32 outputs 16 are gates, and the others what f(gate) is multiplied with; n is a multiple of 32
+    const float* scale;  // INT8: [panels * 64]; INT4, FP8, UINT4: [panels, groups, 64]
+    const float* bias;   // [n], or null
+    // whether, of each 32 outputs, 16 are gates, and the others what f(gate) is multiplied with; n is a multiple of 32
     int64_t gated;
-    int64_t operand;  // the kind of the rows that it is multiplied with: F32, BF16, INT8, INT4, BYTES or SUMMED_BYTES
-    // group: inputs that share a scale (INT4, FP8, NVFP4, UINT4; the scales of NVFP4 are in `data`). zeros: zero points
-    // of INT4 and UINT4, with the shape of `scale`; null: 8. outer: [panels * 64], NVFP4: factors of the finished sums.
-    int64_t group;
-    const float *zeros, *outer;
+    int64_t operand;     // the kind of the rows x: F32, BF16, INT8, INT4, BYTES or SUMMED_BYTES
+    int64_t group;       // inputs that share a scale: INT4, FP8, NVFP4 (whose group scales are in `data`), UINT4
+    const float* zeros;  // zero points of INT4 and UINT4, with the shape of `scale`; null: 8
+    const float* outer;  // NVFP4: [panels * 64], factors of the finished sums
     // instead of `scale`, where several groups of INT4, FP8 or UINT4 have scales that are exactly bfloat16
     const uint16_t* bf16_scale;
     // COMPACT_BF16, COMPACT_ROWS, see compact.h: [panels + 1, 2]: the first exception, and base; [exceptions]
     const int64_t *compact, *exceptions;
 };
 
-struct Experts {  // a mixture of experts
-    int64_t count, chosen, groups, kept, normalise;
-    float scaling;
-    const float* correction;  // [count]; null: the weights are a softmax over the chosen experts
+// A mixture of experts; see experts.h.
+struct Experts {
+    int64_t count, chosen;  // experts, and how many of them a token chooses
+    int64_t groups, kept;   // groups of adjacent experts, and from how many groups a token chooses
+    int64_t normalise;      // whether a token's weights are divided by their sum
+    float scaling;          // factor of the weights
+    // [count]: what is added to the sigmoids by which experts are chosen; null: a softmax over the chosen experts
+    const float* correction;
     const Weight *up, *down;  // [count]
     float* shared;  // [rows], or null: the shared expert's gate of each token, the sigmoid of the router's last output
 };
 
-// Rows of `wide` are queries, keys, values and, if GATE follows, a gate for each element of the queries
+// Attention of one layer. A row of `wide` has a token's queries, keys, values and, if GATE follows, a gate for each
+// number of the queries.
 struct AttentionShape {
-    int64_t q_heads, kv_heads, width;
-    float scale;                   // of products of queries and keys
-    float norm_eps;                // HEADS:
+    int64_t q_heads, kv_heads, width;  // width: of a head
+    float scale;                       // of products of queries and keys
+    // HEADS:
+    float norm_eps;
     const float *q_norm, *k_norm;  // [width], or null
-    int64_t pairs;                 // elements i and i + pairs of each head are rotated together; 0: no rotation
+    int64_t pairs;                 // numbers i and i + pairs of each head are rotated together; 0: no rotation
     const float* rotations;        // [positions, 2, pairs]: cosines, sines
     const int64_t* axes;           // [pairs]: the axis of the positions that rotates a pair
 };
 
-struct DeltaShape {                              // shape of a mixer of the gated delta rule
-    int64_t key_heads, heads, key, value, taps;  // heads: value heads; key, value: widths of a head
-    float eps;                                   // of the gated norm of its outputs
+// A mixer of the gated delta rule.
+struct DeltaShape {
+    int64_t key_heads, heads;  // heads: value heads
+    int64_t key, value;        // widths of a key head and a value head
+    int64_t taps;              // of the convolution
+    float eps;                 // of the gated norm of its outputs
 };
 
+// One operation of a step. Most fields are of some codes only, which their comments name.
 struct Op {
-    // kind: of the operand that the operation makes, or that KEEP moves; width: of the operand's rows
-    int64_t code, kind, width;
+    int64_t code;   // Code
+    int64_t kind;   // Kind of the operand that the operation makes, or that KEEP moves
+    int64_t width;  // numbers in a row of that operand
     // LINEAR; EXPERTS: the first expert's; EMBED: the table if it is packed, otherwise without `data`
     Weight weight;
+    // Where the result goes, a Target.
     // LINEAR: WIDE, RESIDUAL (added to x), STREAM (x itself), LOGITS or INNER: f(y) lies in `wide` as rows that a plain
     // weight multiplies, `width` numbers of `kind` each; a LINEAR with a width and another target multiplies such rows.
     // COMBINE: RESIDUAL or MID; GATHER: from WIDE or float OPERAND; EXPERTS: WIDE for the first product, RESIDUAL for
     // the second; MAMBA, DELTA: MID, or OPERAND of a product of F32 or BF16
     int64_t target;
-    const float* norm;      // NORM, MAMBA, DELTA, NORM_PAIR: weight
-    void* windows;          // MAMBA, DELTA: [slots, taps - 1, conv] ...
-    int64_t window_stride;  // ... elements between slots
-    // [slots], as in state_shape.h, or as torch operations store them: [heads, head, state] (DELTA: [heads, key,
-    // value])
+    const float* norm;  // NORM, MAMBA, DELTA, NORM_PAIR: weight
+    // MAMBA, DELTA: [slots, taps - 1, channels], the last inputs of the convolution; elements between slots
+    void* windows;
+    int64_t window_stride;
+    // MAMBA, DELTA: [slots], each as in state_shape.h, or as torch operations store it: [heads, head, state] (DELTA:
+    // [heads, key, value]); elements between slots
     void* states;
     int64_t state_stride;
-    const float *conv, *conv_bias, *a, *d, *dt_bias;  // conv: [taps, conv]
-    // ATTENTION: [pages, 2, kv_heads, page, width]; EMBED: [vocab, hidden], unless the table is `weight`
+    // MAMBA, DELTA: [taps, channels], [channels] or null; then, of each head, A, D (null for DELTA) and the bias of dt
+    const float *conv, *conv_bias, *a, *d, *dt_bias;
+    // ATTENTION: [pages, 2, kv_heads, page, width]; elements between pages. EMBED: [vocab, hidden], unless the table is
+    // `weight`
     void* kv;
-    int64_t kv_stride;  // ... elements between pages
-    // MAMBA, DELTA, or null: [batch slots, steps, conv + heads] (DELTA: two of each head), projected inputs since the
-    // state in a slot
+    int64_t kv_stride;
+    // MAMBA, DELTA, or null: [batch slots, steps, channels + heads] (DELTA: two of each head), projected inputs since
+    // the state in a slot; elements between batch slots
     float* ring;
     int64_t ring_stride;
     const Experts* experts;           // from ROUTE to COMBINE
@@ -132,39 +150,50 @@ struct Op {
     int64_t bf16_rows;
 };
 
+// A decoder: its operations, and the buffers between them, with a row for each token of a step.
 struct Model {
-    int64_t count;
+    int64_t count;  // of operations
     const Op* ops;
-    int64_t threads, hidden, vocab;
+    int64_t threads, hidden, vocab;  // hidden: width of the residual stream
+    // MAMBA: heads, width of a head, groups of heads, numbers of the state per channel, taps and channels of the
+    // convolution, and width of the gates, which is that of all heads
     int64_t heads, head, groups, state, taps, conv_dim, inner;
-    int64_t page;
-    int64_t positions;    // number of positions in a table of rotations
-    int64_t stored_bf16;  // whether windows and pages are bfloat16; else float32
-    int64_t states_bf16;  // whether states are bfloat16; else float32
-    float eps, dt_low, dt_high;
-    float *x, *wide, *mid;  // [rows, hidden], [rows, ld], [rows, mid_ld]
+    int64_t page;           // tokens of a page of keys and values
+    int64_t positions;      // number of positions in a table of rotations
+    int64_t stored_bf16;    // whether windows and pages are bfloat16; else float32
+    int64_t states_bf16;    // whether states are bfloat16; else float32
+    float eps;              // of norms
+    float dt_low, dt_high;  // MAMBA: limits of dt
+    float* x;               // [rows, hidden]: the residual stream
+    float* wide;            // [rows, ld]: outputs of a product
+    float* mid;             // [rows, mid_ld]: outputs of a mixer, or of experts
     int64_t ld, mid_ld;
-    void* operand;  // [rows, operand_ld] of 4 bytes at most
+    void* operand;  // [rows, operand_ld] of 4 bytes at most: rows of the next product
     int64_t operand_ld;
-    float* operand_scale;
+    float* operand_scale;  // [rows]
     // A pick is one token's choice of one expert; a token's picks are in the order of experts. Rows of picks are stored
     // expert by expert.
     int64_t *picks, *places;  // [rows, chosen]: which expert, and which row it got
-    float* shares;            // [rows, chosen]
-    // how many experts were picked; then of each, ascending: expert, first row, row behind the last
+    float* shares;            // [rows, chosen]: the expert's weight
+    // how many experts were picked; then of each, ascending: expert, first row, row after the last
     int64_t* runs;
     void* picked;  // like operand, operand_scale and wide, with a row for each pick
     float *picked_scale, *picked_wide;
 };
 
+// What a model computes in one call: the tokens of one or several sequences. A row is the tokens of one sequence.
 struct Step {
     int64_t tokens;
-    int64_t rows;                             // MAMBA, DELTA: row r is tokens [starts[r], starts[r + 1]) ...
-    const int64_t *starts, *slots, *initial;  // ... and begins with zeros unless initial[r]
+    int64_t rows;
+    // Row r is tokens [starts[r], starts[r + 1]). MAMBA, DELTA: its state slot, -1 for padding; and whether its state
+    // is that in the slot, or zeros.
+    const int64_t *starts, *slots, *initial;
     int64_t save_count;
     // [saves, 3]: (row, token, slot): the row's window and state before that token are also stored in that slot
     const int64_t* saves;
-    // ATTENTION: of each token; lengths and tables without the tokens of the last `scans` rows
+    // ATTENTION, of each token: number of keys, its own included; the pages of its row; and where its key and value are
+    // stored: page * tokens of a page + index, -1 for nowhere. lengths and tables are without the tokens of the last
+    // `scans` rows.
     const int64_t *lengths, *tables, *places;
     int64_t table_stride;
     float* logits;  // [tokens, outputs of the product]

@@ -32,7 +32,7 @@ enum Place : int64_t { IN_PIXELS = 0, IN_NORMED = 1, IN_WIDE = 2, IN_STREAM = 3,
 extern "C" {  // tower.py mirrors these
 
 struct TowerOp {
-    int64_t code, of;  // what it does, and to which rows
+    int64_t code, of;  // TowerCode; Of: to which rows it is applied
     Weight weight;     // LINEAR
     // LINEAR: where rows are read and stored (Place), with elements from a row to the next; store: Store. GATE: only
     // ld_source, of the rows of `wide`
@@ -45,16 +45,19 @@ struct TowerOp {
 struct Tower {
     int64_t count;
     const TowerOp* ops;
-    int64_t threads, kind;  // kind: BF16 or F32, of operands, positions and results
-    // merged: rows under a token; scratch: floats that an operation on a row may need
-    int64_t hidden, heads, merged, scratch;
-    int64_t table_rows;
-    const float *table, *token_norm;  // [table_rows, hidden]; [merged * hidden], or null
-    float token_eps, scale;           // scale: of attention's scores
+    int64_t threads, kind;    // kind: BF16 or F32, of operands, positions and results
+    int64_t hidden, heads;    // width of the residual stream; its attention heads
+    int64_t merged;           // rows that an image token is made of
+    int64_t scratch;          // floats that an operation on a row may need
+    int64_t table_rows;       // rows of `table`: prefix tokens
+    const float* table;       // [table_rows, hidden]
+    const float* token_norm;  // [merged * hidden], weight of the RMS norm of TOKEN, or null
+    float token_eps;          // of this norm
+    float scale;              // of attention's scores
 };
 
-struct TowerStep {  // tower rows, patches of the images, tokens for the decoder
-    int64_t rows, patches, tokens;
+struct TowerStep {
+    int64_t rows, patches, tokens;       // rows of the tower: patches and prefix tokens; image tokens for the decoder
     float* x;                            // [rows, hidden]: the residual stream
     const void *pixels, *positions;      // [patches, k of the projection], [patches, hidden]
     const int64_t *source, *token_rows;  // [rows]: a table row, or table_rows + a patch; [tokens, merged]
@@ -62,7 +65,9 @@ struct TowerStep {  // tower rows, patches of the images, tokens for the decoder
     const int32_t* bounds;  // [sequences + 1]: rows of one image attend to one another
     // [patches, hidden / heads], or null: cosines of pairs of a head's features, and sines
     const float* rotations;
-    void *normed, *wide, *out;  // what products read and write in between; [tokens, n of the last product]
+    void* normed;  // operands of products: outputs of NORM, ATTENTION and TOKEN
+    void* wide;    // outputs of products
+    void* out;     // [tokens, n of the last product]
 };
 }
 
