@@ -50,12 +50,12 @@ class DeltaGroup : public RecurrentGroup<T, S> {
     int64_t first_channel() const { return d_.heads * d_.value; }  // gates come first
     int64_t step_width() const { return channels(d_) + 2 * d_.heads; }
 
-    // As that of HeadGroup.
+    // As HeadGroup::advance_by.
     const S* advance_by(Place to, Projected in, const S* before) {
         if (in.tokens == 1) blocks_.prefetch(to.pending, before);
         this->convolve(to, in);
         norm_keys(in.tokens);
-        gates(in);
+        set_gates(in);
         const DeltaTokens tokens{betas_, log_decays_, k_, q_};
         const ReadNext next{in, this->channel_ranges_, this->gate_range_};
         return blocks_.each_part(
@@ -67,8 +67,8 @@ class DeltaGroup : public RecurrentGroup<T, S> {
         );
     }
 
-    // The block's outputs, normalised and gated, for the step's tokens from `token` on: to `mid`, or as the next
-    // product's operand.
+    // Stores the last outputs, normalised and gated, as those of the step's tokens from `token` on: in `mid`, or as the
+    // next product's operand.
     void write(int64_t token, int64_t tokens) const {
         const int64_t first = first_ * d_.value;
         for (int64_t t = token; t < token + tokens; t++) {
@@ -84,7 +84,7 @@ class DeltaGroup : public RecurrentGroup<T, S> {
     }
 
   private:
-    // Normalises queries and keys to length 1, queries also times key ** -0.5.
+    // Normalises queries and keys to length 1, and divides queries by the square root of a key's width.
     void norm_keys(int64_t tokens) {
         const float scale = 1.0f / std::sqrt(float(d_.key));
         for (int64_t t = 0; t < tokens; t++) {
@@ -105,22 +105,22 @@ class DeltaGroup : public RecurrentGroup<T, S> {
         }
     }
 
-    // Logarithms of decays, a softplus(input + bias), and the weights of the changes, sigmoid of the other input.
-    // Sixteen tokens at once.
-    void gates(Projected in) {
+    // Computes the logarithms of decays, a softplus(input + bias), and the weights of the changes, the sigmoid of the
+    // other input, of sixteen tokens at a time.
+    void set_gates(Projected in) {
         for (int64_t h = 0; h < heads_; h++) {
             const Floats a = splat(op_.a[first_ + h]), bias = splat(op_.dt_bias[first_ + h]);
             const float* rows = in.rows + channels(d_) + first_ + h;
             for (int64_t first = 0; first < in.tokens; first += 16) {
-                alignas(64) float beta[16] = {}, step[16] = {};
+                alignas(64) float beta[16] = {}, log_decay[16] = {};
                 for (int64_t t = 0; t < std::min<int64_t>(16, in.tokens - first); t++) {
                     beta[t] = rows[(first + t) * in.ld];
-                    step[t] = rows[(first + t) * in.ld + d_.heads];
+                    log_decay[t] = rows[(first + t) * in.ld + d_.heads];
                 }
-                const Floats time = softplus16(load_floats(step) + bias), one = splat(1.0f);
-                store_floats(step, time * a), store_floats(beta, times_sigmoid(one, load_floats(beta)));
+                const Floats dt = softplus16(load_floats(log_decay) + bias), one = splat(1.0f);
+                store_floats(log_decay, dt * a), store_floats(beta, times_sigmoid(one, load_floats(beta)));
                 for (int64_t t = 0; t < std::min<int64_t>(16, in.tokens - first); t++)
-                    log_decays_[(first + t) * heads_ + h] = step[t], betas_[(first + t) * heads_ + h] = beta[t];
+                    log_decays_[(first + t) * heads_ + h] = log_decay[t], betas_[(first + t) * heads_ + h] = beta[t];
             }
         }
     }
@@ -145,7 +145,8 @@ class DeltaGroup : public RecurrentGroup<T, S> {
     }
 
     const DeltaShape& d_;
-    const int64_t heads_, first_, width_;  // of its value heads: how many, the first one, their values
+    const int64_t heads_, first_, width_;  // the group's value heads: how many, the first one, and their channels
+    // [BLOCK_TOKENS, ...] of width_ (values, then outputs), d_.key, d_.key, heads_ and heads_
     float *const out_, *const q_, *const k_, *const log_decays_, *const betas_;
 };
 

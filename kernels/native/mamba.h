@@ -26,17 +26,17 @@ class HeadGroup : public RecurrentGroup<T, S> {
 
     HeadGroup(const Model& m, const Op& op, int64_t group, float* scratch)
         : Base(m, op, group, m.groups, shape(m), 1, {m.state, 1}, m.taps, m.conv_dim, scratch), heads_(shape_.heads),
-          width_(heads_ * m.head), n_(m.state), x_at_(group * width_), out_(rest_), x_(out_ + BLOCK_TOKENS * width_),
+          width_(heads_ * m.head), n_(m.state), first_(group * width_), out_(rest_), x_(out_ + BLOCK_TOKENS * width_),
           b_(x_ + BLOCK_TOKENS * width_), c_(b_ + BLOCK_TOKENS * n_), steps_(c_ + BLOCK_TOKENS * n_),
           log_decays_(steps_ + BLOCK_TOKENS * heads_) {
         const int64_t b_at = m.inner + group * n_;
-        this->channel_ranges_[0] = {x_at_, width_, x_}, this->channel_ranges_[1] = {b_at, n_, b_};
+        this->channel_ranges_[0] = {first_, width_, x_}, this->channel_ranges_[1] = {b_at, n_, b_};
         this->channel_ranges_[2] = {b_at + m.groups * n_, n_, c_};
         this->other_ranges_[0] = {m.conv_dim + group * heads_, heads_, nullptr};
-        this->gate_range_ = {x_at_ - first_channel(), width_, nullptr};
+        this->gate_range_ = {first_ - first_channel(), width_, nullptr};
     }
 
-    static int64_t scratch(const Model& m) {  // floats; a vector that begins in the middle of a line costs two loads
+    static int64_t scratch(const Model& m) {  // floats
         return BLOCK_TOKENS * 2 * (shape(m).heads * (m.head + 1) + m.state) +
                Base::scratch(shape(m), 1, m.taps, m.conv_dim);
     }
@@ -44,7 +44,8 @@ class HeadGroup : public RecurrentGroup<T, S> {
     int64_t first_channel() const { return m_.inner; }  // gates come first
     int64_t step_width() const { return m_.conv_dim + m_.heads; }
 
-    // `before` (null: zeros) is the state before the unfinished block. Returns where it is after these tokens.
+    // Advances by at most BLOCK_TOKENS tokens; computes their outputs if `in` asks for them. `before` (null: zeros) is
+    // the state before the unfinished block. Returns where that is after these tokens.
     const S* advance_by(Place to, Projected in, const S* before) {
         if (in.tokens == 1) blocks_.prefetch(to.pending, before);
         this->convolve(to, in);
@@ -61,13 +62,13 @@ class HeadGroup : public RecurrentGroup<T, S> {
         );
     }
 
-    // The block's outputs, gated and normalised, for the step's tokens from `token` on: to `mid`, or as the next
-    // product's operand.
+    // Stores the last outputs, gated and normalised, as those of the step's tokens from `token` on: in `mid`, or as the
+    // next product's operand.
     void write(int64_t token, int64_t tokens) {
         for (int64_t t = 0; t < tokens; t++) {
-            const float* gate = m_.wide + (token + t) * m_.ld + x_at_;
-            const int64_t at = (token + t) * m_.operand_ld + x_at_;
-            const int64_t mid = (token + t) * m_.mid_ld + x_at_;
+            const float* gate = m_.wide + (token + t) * m_.ld + first_;
+            const int64_t at = (token + t) * m_.operand_ld + first_;
+            const int64_t mid = (token + t) * m_.mid_ld + first_;
             if (op_.target == MID && op_.bf16_rows) norm(t, gate, reinterpret_cast<uint16_t*>(m_.mid) + mid);
             else if (op_.target == MID) norm(t, gate, m_.mid + mid);
             else if (op_.kind == BF16) norm(t, gate, static_cast<uint16_t*>(m_.operand) + at);
@@ -76,7 +77,7 @@ class HeadGroup : public RecurrentGroup<T, S> {
     }
 
   private:
-    // Step sizes, and logarithms of decays.
+    // Computes step sizes dt, and the logarithms of decays, dt A.
     void discretise(Projected in) {
         const Floats low = splat(m_.dt_low), high = splat(m_.dt_high);
         const int64_t first = group_ * heads_;
@@ -96,7 +97,7 @@ class HeadGroup : public RecurrentGroup<T, S> {
     template <typename To>
     void norm(int64_t t, const float* gate, To* out) {
         float* y = out_ + t * width_;
-        const float* weight = op_.norm + x_at_;
+        const float* weight = op_.norm + first_;
         Floats squares = zero();
         for (int64_t i = 0; i < width_; i += 16) {
             const Mask mask = lanes(width_ - i);
@@ -112,8 +113,9 @@ class HeadGroup : public RecurrentGroup<T, S> {
         }
     }
 
-    const int64_t heads_, width_, n_;
-    const int64_t x_at_;  // channel
+    const int64_t heads_, width_, n_;  // of the group: heads, their channels; numbers of the state per channel
+    const int64_t first_;              // the group's first channel
+    // [BLOCK_TOKENS, ...] of width_, width_, n_, n_, heads_ and heads_
     float *const out_, *const x_, *const b_, *const c_, *const steps_, *const log_decays_;
 };
 
