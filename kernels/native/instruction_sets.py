@@ -17,7 +17,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
-TILES = 18
+TILE_STATE = 18
 """Number of the XSAVE state component that holds AMX's tiles."""
 
 
@@ -121,7 +121,7 @@ def processor_features() -> set[str]:
 def _has_tiles() -> bool:
     """Asks the kernel for AMX's tiles and returns whether this process may use them. If not, the log says why."""
     try:
-        request_state(TILES)
+        request_state(TILE_STATE)
     except NativeUnavailable as reason:
         log.warning("AMX is not used: %s", reason)
         return False
@@ -146,18 +146,18 @@ def supported(features: Set[str]) -> list[InstructionSet]:
 def choose(name: str, features: Set[str]) -> InstructionSet:
     """The named set, or with "auto" the best one that a processor with these flags can run. `ValueError` for an unknown
     name or a set that the processor lacks; `NativeUnavailable` for "auto" if it can run none."""
-    there = supported(features)
-    if name == AUTO and not there:
+    candidates = supported(features)
+    if name == AUTO and not candidates:
         lacking = ", ".join(sorted(_AVX2 - features))
         raise NativeUnavailable(f"this processor lacks {lacking}, and is not an AArch64 processor with asimd")
     if name == AUTO:
-        return there[0]
+        return candidates[0]
     if name not in CHOICES:
         raise ValueError(f"instruction_set: {name} is none of {', '.join(CHOICES)}")
     wanted = next(each for each in SETS if each.name == name)
-    if wanted not in there:
+    if wanted not in candidates:
         lacking = ", ".join(sorted(wanted.needs - features))
-        have = ", ".join((AUTO, *(each.name for each in there)))
+        have = ", ".join((AUTO, *(each.name for each in candidates)))
         raise ValueError(f"instruction_set: {name} needs {lacking}, which this processor lacks; {have} would work")
     return wanted
 

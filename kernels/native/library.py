@@ -55,8 +55,8 @@ def origin(wanted: InstructionSet) -> str:
 
 def _load(wanted: InstructionSet) -> ctypes.CDLL:
     loaded = _prebuilt(wanted) or _compiled(wanted)
-    there = ", ".join(each.name for each in supported(processor_features()))
-    log.info("compiled code uses the instruction set %s (this processor has %s)", wanted.name, there)
+    names = ", ".join(each.name for each in supported(processor_features()))
+    log.info("compiled code uses the instruction set %s (this processor has %s)", wanted.name, names)
     if wanted.only_emulated:
         log.warning("the instruction set %s was only tested under an emulator", wanted.name)
     pointer, number = ctypes.c_void_p, ctypes.c_int64

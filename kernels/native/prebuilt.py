@@ -39,8 +39,8 @@ def find(wanted: InstructionSet, features: Set[str]) -> Path | None:
 
 def architecture() -> str:
     """The architecture that the compiler builds for, such as x86_64. Raises NativeUnavailable if there is none."""
-    said = subprocess.run([find_compiler(), "-dumpmachine"], capture_output=True, text=True, check=True).stdout
-    return said.partition("-")[0]
+    result = subprocess.run([find_compiler(), "-dumpmachine"], capture_output=True, text=True, check=True)
+    return result.stdout.partition("-")[0]
 
 
 _Variant = tuple[InstructionSet, Set[str]]
