@@ -1,4 +1,5 @@
-// The arithmetic of attention: cells of 32 bits, sixteen of which one operation multiplies.
+// Cells: 32 bits of a row, sixteen of which one operation multiplies with sixteen others; the arithmetic of attention
+// and of recurrent states.
 
 #pragma once
 
@@ -25,10 +26,11 @@ struct Bf16Cells {  // two bfloat16, summed in float32
         const Floats high = load16(p + 2 * cell + 16, lanes(width - 2 * cell - 16));
         return pairs_after(low, high);
     }
-    static Words beside(Floats a, Floats b) { return pairs_beside(a, b); }  // 16 cells, a's numbers below b's
-    // a row of 32 numbers
+    // 16 cells of two rows: each has a number of a in its lower half, and of b in its upper one.
+    static Words beside(Floats a, Floats b) { return pairs_beside(a, b); }
+    // Stores the cells of a row of 32 numbers.
     static void store(uint32_t* to, const Floats (&row)[2]) { store_words(to, pairs_after(row[0], row[1])); }
-    // Cells of two rows' 32 numbers, of which `left` are valid.
+    // The same as `beside` for two rows of 32 numbers in memory, of which the first `left` are valid.
     static void between(const uint16_t* a, const uint16_t* b, int64_t left, Words (&cells)[2]) {
         pairs_between(load_pairs(a, left), load_pairs(b, left), cells);
     }
@@ -50,7 +52,7 @@ struct Bf16Cells {  // one bfloat16, widened to float32
         cells[0] = row(a, left, 0), cells[1] = row(a, left, 16);
     }
 #endif
-    static Floats power(Floats x) {  // 2^x within 9e-5 of itself, a twentieth of what rounding to bfloat16 may take
+    static Floats exp2(Floats x) {  // 2^x within 9e-5 of itself, a twentieth of what rounding to bfloat16 may take
         const Floats rest = above_floor(x);
         Floats p = fmadd(rest, splat(0.07706704231f), splat(0.2276449907f));
         p = fmadd(p, rest, splat(0.6951167866f));
@@ -73,7 +75,7 @@ struct F32Cells {
     static void between(const float* a, const float*, int64_t left, Words (&cells)[2]) {
         cells[0] = row(a, left, 0), cells[1] = row(a, left, 16);
     }
-    static Floats power(Floats x) {  // 2^x within 2 ulp
+    static Floats exp2(Floats x) {  // 2^x within 2 ulp
         const Floats whole = nearest(x), rest = from_nearest(x);
         Floats p = fmadd(rest, splat(0.0001535336192f), splat(0.001339887441f));
         p = fmadd(p, rest, splat(0.009618437358f));
@@ -90,7 +92,7 @@ struct F32Cells {
 template <typename T>
 inline Floats times_sigmoid_in(Floats x, Floats t) {
     if constexpr (std::is_same_v<T, float>) return times_sigmoid(x, t);
-    else return x * rough_inverse(splat(1.0f) + Bf16Cells::power(t * splat(-LOG2_E)));
+    else return x * rough_inverse(splat(1.0f) + Bf16Cells::exp2(t * splat(-LOG2_E)));
 }
 
 template <typename T>

@@ -128,7 +128,7 @@ struct FewQueries {
             const Floats reference = splat(softmax.reference[q]);
             Floats probability[2] = {zero(), zero()};
             for (int v = 0; v < V; v++) {
-                probability[v] = Cells::power(fmsub(load_floats(scores + q * SPAN + 16 * v), scale, reference));
+                probability[v] = Cells::exp2(fmsub(load_floats(scores + q * SPAN + 16 * v), scale, reference));
                 float sums[2];
                 sums_of_eights(probability[v], sums);
                 softmax.sum[q] = (softmax.sum[q] + sums[0]) + sums[1];
@@ -146,7 +146,7 @@ struct FewQueries {
             if (!(largest > softmax.reference[q] + HEADROOM)) continue;
             add_until(at, prefetcher);
             alignas(64) float factor[16];
-            store_floats(factor, Cells::power(splat(softmax.reference[q] - largest)));
+            store_floats(factor, Cells::exp2(splat(softmax.reference[q] - largest)));
             softmax.reference[q] = largest, softmax.sum[q] *= factor[0];
             for (int64_t i = 0; i < padded_width; i += 16)
                 store_floats(out + q * padded_width + i, load_floats(out + q * padded_width + i) * splat(factor[0]));
@@ -154,7 +154,7 @@ struct FewQueries {
         for (int64_t q = 0; q < count; q++) {
             const Floats eight = load_or(splat(-__builtin_inff()), TILE_LANES, score + q * SPAN);
             const Floats probability[2] = {
-                Cells::power(fmsub(eight, splat(head.scale), splat(softmax.reference[q]))), zero()
+                Cells::exp2(fmsub(eight, splat(head.scale), splat(softmax.reference[q]))), zero()
             };
             float sums[2];
             sums_of_eights(probability[0], sums);

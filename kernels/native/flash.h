@@ -130,7 +130,7 @@ inline __attribute__((always_inline)) void exponentiate(
     Floats score[TILE][V], Floats scale, const Floats reference[V], Floats total[V], uint32_t* to
 ) {
     for (int v = 0; v < V; v++) {
-        for (int i = 0; i < TILE; i++) score[i][v] = Cells::power(fmsub(score[i][v], scale, reference[v]));
+        for (int i = 0; i < TILE; i++) score[i][v] = Cells::exp2(fmsub(score[i][v], scale, reference[v]));
         Floats four[4];
         for (int i = 0; i < 4; i++) four[i] = score[2 * i][v] + score[2 * i + 1][v];
         total[v] = total[v] + ((four[0] + four[1]) + (four[2] + four[3]));
@@ -178,7 +178,7 @@ void raise_references(const Floats largest[V], Floats reference[V], Floats total
         const Floats limit = reference[v] + splat(HEADROOM);
         const Mask exceeds = above(largest[v], limit);
         const Floats raised = select(exceeds, largest[v], reference[v]);
-        factor[v] = Cells::power(reference[v] - raised);
+        factor[v] = Cells::exp2(reference[v] - raised);
         reference[v] = raised;
         total[v] = select(exceeds, total[v] * factor[v], total[v]);
     }

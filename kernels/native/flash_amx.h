@@ -197,13 +197,13 @@ class TiledAttention {
         Floats reference = splat(block.reference[r]), total = load_floats(sum);
         if (__builtin_expect(above(largest, reference + splat(HEADROOM)) != 0, 0)) {
             block.reference[r] = largest_of(largest);
-            const Floats raised = splat(block.reference[r]), factor = Bf16Cells::power(reference - raised);
+            const Floats raised = splat(block.reference[r]), factor = Bf16Cells::exp2(reference - raised);
             reference = raised, total = total * factor;
             float* const out = block.out + r * head_.row();
             for (int64_t i = 0; i < head_.row(); i += 16) store_floats(out + i, load_floats(out + i) * factor);
         }
         unrolled<V>([&](int v) ALWAYS {
-            score[v] = Bf16Cells::power(fmsub(score[v], head_.scale, reference));
+            score[v] = Bf16Cells::exp2(fmsub(score[v], head_.scale, reference));
             total = total + score[v];
         });
         store_floats(sum, total);

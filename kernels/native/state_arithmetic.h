@@ -91,7 +91,7 @@ inline void put_weights(uint32_t* to, Floats weights) {  // of 16 tokens, in cel
 // exp(x), where the result is rounded to bfloat16 or multiplied with a state in bfloat16.
 template <class Cells>
 inline Floats decay_of(Floats x) {
-    if constexpr (Cells::EACH == 2) return Cells::power(x * splat(LOG2_E));
+    if constexpr (Cells::EACH == 2) return Cells::exp2(x * splat(LOG2_E));
     else return exp16(x);
 }
 
