@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 
 from saccade.errors import InvalidArgument, OutOfRange
 
-_RANGE = re.compile(r"bytes\s*=\s*([0-9]{0,18})-([0-9]{0,18})", re.IGNORECASE)
+_RANGE = re.compile(r"bytes\s*=\s*([0-9]*)-([0-9]*)", re.IGNORECASE)
 
 
 class Unsatisfiable(OutOfRange):
@@ -30,15 +30,20 @@ def parse_range(given: str, size: int) -> range:
     there are none."""
     found = _RANGE.fullmatch(given.strip())
     first, last = found.groups() if found else ("", "")
-    if not (first or last) or (first and last and int(first) > int(last)):
+    if not (first or last) or (first and last and _number(first) > _number(last)):
         raise InvalidArgument(f"range: expected bytes=FIRST-LAST, bytes=FIRST- or bytes=-COUNT, got {given[:60]!r}")
     if first:
-        wanted = range(int(first), min(int(last) + 1 if last else size, size))
+        wanted = range(_number(first), min(_number(last) + 1 if last else size, size))
     else:
-        wanted = range(max(size - int(last), 0), size)
+        wanted = range(max(size - _number(last), 0), size)
     if not wanted:
         raise Unsatisfiable(f"range: {given[:60]!r} has none of the {size} bytes of the file", reason="OUT_OF_RANGE")
     return wanted
+
+
+def _number(digits: str) -> int:
+    """A number of any length. Of a longer one, the first 19 digits are more than a file has bytes, too."""
+    return int(digits.lstrip("0")[:19] or 0)
 
 
 async def cut(pieces: AsyncGenerator[bytes, None], skipped: int, count: int) -> AsyncGenerator[bytes, None]:

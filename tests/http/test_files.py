@@ -143,13 +143,14 @@ def test_a_part_of_a_file(server: RunningServer, http: RunningHttp) -> None:
             for given, first, last in (
                 ("bytes=0-0", 0, 0), ("bytes=5-20", 5, 20), (f"bytes={size - 9}-", size - 9, size - 1),
                 ("BYTES = 7-999999999999", 7, size - 1), ("bytes=-9", size - 9, size - 1),
-                ("bytes=-999999999999", 0, size - 1),
+                ("bytes=-999999999999", 0, size - 1), (f"bytes=0-{2**64 - 1}", 0, size - 1),
+                (f"bytes=-{'9' * 5000}", 0, size - 1), (f"bytes={'0' * 30}3-{'9' * 5000}", 3, size - 1),
             ):  # fmt: skip
                 part = get(file_id, range=given, if_range=etag)
                 assert (part.status_code, part.content) == (206, whole.content[first : last + 1]), given
                 assert part.headers["content-range"] == f"bytes {first}-{last}/{size}"
                 assert part.headers["content-length"] == str(last + 1 - first) and part.headers["etag"] == etag
-            for given in (f"bytes={size}-", "bytes=-0"):
+            for given in (f"bytes={size}-", "bytes=-0", f"bytes={2**64}-"):
                 none = get(file_id, range=given)
                 assert (none.status_code, none.headers["content-range"]) == (416, f"bytes */{size}")
                 assert str(size) in none.json()["error"]["message"] and given in none.json()["error"]["message"]
