@@ -19,8 +19,8 @@ _ALL: Rules = (
         r"\1.function.\2",
     ),
     (r"^tool_choice\.name$", "tool_choice.function.name"),
-    (r"^tool_choice\.mode$", "tool_choice"),
     (r"^tool_choice\.allowed(\[\d+\])$", r"tool_choice.allowed_tools.tools\1.function.name"),
+    (r"^tool_choice\.allowed$", "tool_choice.allowed_tools.tools"),
     (r"^(?:prompt\.)?chat_template_kwargs(?:_json)?$", "chat_template_kwargs"),
 )
 CHAT: Rules = (*_ALL, (r"^(?:input|chat|images|videos)$", "messages"))
@@ -29,6 +29,7 @@ RESPONSE: Rules = (
     (r"^(?:messages|chat|images|videos)\b.*", "input"),
     (r"^(tools\[\d+\]|tool_choice)\.function\.", r"\1."),
     (r"^tool_choice\.allowed_tools\.(tools\[\d+\])\.function\.", r"tool_choice.\1."),
+    (r"^tool_choice\.allowed_tools\.tools$", "tool_choice.tools"),
     (r"^max_tokens$", "max_output_tokens"),
     (r"^logprobs$", "top_logprobs"),
     (r"^reasoning_effort$", "reasoning.effort"),

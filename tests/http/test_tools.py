@@ -107,6 +107,16 @@ def test_only_some_of_the_tools_may_be_called(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         client.responses.create(model="", input="?", tools=tools, tool_choice=choice)
     assert error.value.param == "tool_choice.tools[0].name"
+    allowed["tools"], choice["tools"] = allowed["tools"] * 129, choice["tools"] * 129
+    with pytest.raises(openai.BadRequestError, match="- tool_choice.allowed_tools.tools has 129 entries") as error:
+        client.chat.completions.create(**fixed, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    assert error.value.param == "tool_choice.allowed_tools.tools"
+    with pytest.raises(openai.BadRequestError, match="- tool_choice.tools has 129 entries") as error:
+        client.responses.create(model="", input="?", tools=tools, tool_choice=choice)
+    assert error.value.param == "tool_choice.tools"
+    with pytest.raises(openai.BadRequestError, match="- tool_choice.mode: input should be") as error:
+        client.responses.create(model="", input="?", tools=tools, tool_choice={**choice, "mode": "none"})
+    assert error.value.param == "tool_choice.mode"
     with pytest.raises(openai.BadRequestError, match="allowed_tools.tools"):
         nothing: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}
         client.chat.completions.create(**fixed, tool_choice=nothing)
