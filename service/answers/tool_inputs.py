@@ -77,9 +77,10 @@ def _choice(choice: types_pb2.ToolChoice, names: Sequence[str]) -> tuple[Any, tu
     field = "chat.tool_choice"
     _check_count(f"{field}.allowed", len(choice.allowed), MAX_TOOLS)
     if choice.allowed and choice.mode not in (types_pb2.TOOL_MODE_AUTO, types_pb2.TOOL_MODE_REQUIRED):
+        kind = choice.WhichOneof("kind")
+        given = f"{field}.{kind} is {getattr(choice, kind)!r}" if kind else "no mode is set"
         raise errors.InvalidArgument(
-            f"{field}.allowed needs the mode auto (1) or required (3); {choice.WhichOneof('kind') or 'no mode'} is set",
-            field=f"{field}.allowed",
+            f"{field}.allowed needs the mode auto (1) or required (3); {given[:200]}", field=f"{field}.allowed"
         )
     for i, allowed in enumerate(choice.allowed):
         if allowed not in names:
