@@ -186,6 +186,8 @@ class StreamState:
             )  # fmt: skip
             response = inference_pb2.StreamGenerateResponse(delta=delta)
         response.delta.sequence = self._sequence.get(delta.index, 0)
+        if response.delta.sequence:
+            response.delta.cached_tokens = 0  # the sample has had its first delta, in an earlier attempt
         self._sequence[delta.index] = response.delta.sequence + 1
         return response
 

@@ -236,6 +236,16 @@ def test_logprobs_are_cut_with_their_ids() -> None:
     assert piece is not None and [item.token_id for item in piece.logprobs or ()] == piece.token_ids == [3]
 
 
+def test_a_later_attempt_does_not_tell_the_cached_tokens_again() -> None:
+    stream = state()
+    first, later = delta(0, "a", [1]), delta(0, "b", [2])
+    first.delta.cached_tokens, later.delta.cached_tokens = 4, 6
+    told = [stream.take(message) for message in (started(), first)]
+    stream.next_request()
+    told += [stream.take(message) for message in (started(), later)]
+    assert [piece and (piece.text, piece.cached_tokens) for piece in told] == [None, ("a", 4), None, ("b", 0)]
+
+
 def test_an_answer_whose_end_has_come_needs_no_attempt_more() -> None:
     from saccade.v1 import inference_pb2
 
