@@ -105,7 +105,9 @@ def make_app(options: HttpFrontOptions, engine: AsyncLocalConnection | None = No
             Middleware(
                 CORSMiddleware, allow_origins=list(options.http_cors_origins), allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after", "x-saccade-ignored", "content-range"],
+                expose_headers=[
+                    "x-request-id", "request-id", "retry-after", "x-saccade-ignored", "content-range", "etag",
+                ],
             )
         )  # fmt: skip
     app = Starlette(

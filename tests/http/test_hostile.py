@@ -179,7 +179,10 @@ def test_there_is_no_cors_unless_it_is_asked_for(http: RunningHttp, server: Runn
     origin = {"origin": "https://elsewhere.example"}
     assert "access-control-allow-origin" not in post(http, ASK, headers=origin).headers
     with RunningHttp([server.address], http_cors_origins=("https://elsewhere.example",)) as open_to_one:
-        assert post(open_to_one, ASK, headers=origin).headers["access-control-allow-origin"] == origin["origin"]
+        answer = post(open_to_one, ASK, headers=origin)
+        assert answer.headers["access-control-allow-origin"] == origin["origin"]
+        readable = set(answer.headers["access-control-expose-headers"].split(", "))
+        assert {"x-request-id", "request-id", "retry-after", "content-range", "etag"} <= readable
 
 
 def test_unreachable_and_draining_servers_are_503_with_a_time(server: RunningServer) -> None:
