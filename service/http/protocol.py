@@ -83,6 +83,10 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """White space after a value is no part of it (RFC 9110, 5.5), and the parser keeps it."""
+        super().on_header(name, value.rstrip(b" \t"))
+
     def on_headers_complete(self) -> None:
         self._head_bytes = None
         self._head_arrived()

@@ -175,6 +175,14 @@ def test_content_types_and_codings(http: RunningHttp) -> None:
         assert f"`{answer.json()['error']['code']}`" in page
 
 
+def test_white_space_around_a_header_s_value_is_no_part_of_it(http: RunningHttp) -> None:
+    with socket.create_connection(("127.0.0.1", http.port), timeout=30) as connection:
+        spaced = b"x-request-id: \t mine \t \r\nx-priority:1 \r\nconnection: close\r\nhost:"
+        connection.sendall(request_of(ASK).replace(b"host:", spaced, 1))
+        answer = b"".join(iter(lambda: connection.recv(2**16), b""))
+    assert answer.startswith(b"HTTP/1.1 200") and b"\r\nx-request-id: mine\r\n" in answer
+
+
 def test_there_is_no_cors_unless_it_is_asked_for(http: RunningHttp, server: RunningServer) -> None:
     origin = {"origin": "https://elsewhere.example"}
     assert "access-control-allow-origin" not in post(http, ASK, headers=origin).headers
