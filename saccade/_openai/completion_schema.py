@@ -98,7 +98,8 @@ class Tokenize(Templated):
     def _one_input(self) -> Tokenize:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("expected either prompt or messages")
-        given = [name for name in Templated.model_fields if name != "add_generation_prompt" and getattr(self, name)]
+        usual = {"add_generation_prompt": True, "continue_final_message": False, "late_system_as_user": False}
+        given = [name for name in Templated.model_fields if getattr(self, name) not in (None, [], {}, usual.get(name))]
         if given and self.messages is None:
             raise ValueError(f"{given[0]}: needs messages")
         if self.add_special_tokens and self.messages is not None:

@@ -138,10 +138,12 @@ def test_results_are_in_the_prompt_of_the_next_turn(client: openai.OpenAI) -> No
     assert client.post(path, cast_to=dict[str, Any], body=body)["count"] == sizes[-1]
     for wrong in (
         {"tools": TOOLS}, {"tool_choice": "auto"}, {"enable_thinking": True}, {"late_system_as_user": True},
-        {"chat_template_kwargs": {"a": 1}},
+        {"chat_template_kwargs": {"a": 1}}, {"enable_thinking": False}, {"parallel_tool_calls": False},
     ):  # fmt: skip
         with pytest.raises(openai.BadRequestError, match=f"{[*wrong][0]}: needs messages"):
             client.post(path, cast_to=object, body={"prompt": "?", **wrong})
+    usual = {"add_generation_prompt": True, "continue_final_message": False, "late_system_as_user": False}
+    assert client.post(path, cast_to=dict[str, Any], body={"prompt": "?", **usual})["count"] == 1
     with pytest.raises(openai.BadRequestError, match="c2"):
         stray: Any = [*ASK, {"role": "tool", "tool_call_id": "c2", "content": "sunny"}]
         client.chat.completions.create(model="", messages=stray, tools=TOOLS, max_tokens=1)
