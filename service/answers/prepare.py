@@ -300,6 +300,19 @@ class Preparation:
         context at the latest. Raises StatusError, and Cancelled as soon as `cancelled` is done; files whose decoding
         has begun then keep their memory until its end."""
         self._check(spec)
+        if not spec.media and _weight(spec) <= _LIGHT:  # nothing to wait for
+            prompt, grant = await self._granted(spec, salt, resolve)
+        else:
+            prompt, grant = await self._granted_unless(cancelled, spec, salt, resolve)
+        try:
+            yield prompt, grant
+        finally:
+            grant.release()
+
+    async def _granted_unless(
+        self, cancelled: asyncio.Future[None], spec: GenerateSpec, salt: bytes, resolve: Resolver
+    ) -> tuple[Prompt, Grant]:
+        """Raises Cancelled as soon as `cancelled` is done."""
         making = asyncio.create_task(self._granted(spec, salt, resolve))
         either: set[asyncio.Future[Any]] = {making, cancelled}
         try:
@@ -312,11 +325,7 @@ class Preparation:
             making.add_done_callback(_drop)
             making.cancel()
             raise errors.Cancelled("the request was cancelled")
-        prompt, grant = making.result()
-        try:
-            yield prompt, grant
-        finally:
-            grant.release()
+        return making.result()
 
     async def _granted(self, spec: GenerateSpec, salt: bytes, resolve: Resolver) -> tuple[Prompt, Grant]:
         expected = 0 if self._preparer is None else sum(map(self._preparer.most_bytes, spec.media))
