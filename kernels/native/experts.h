@@ -114,10 +114,10 @@ void run_expert(const Model& m, const Op& op, const Step& step, int64_t unit) {
     const int64_t index = unit / units.count, *run = m.runs + 1 + 3 * index;
     if (index >= m.runs[0]) return;
     const Weight* weight = (op.target == WIDE ? op.experts->up : op.experts->down) + run[0];
-    const Product job{weight,        m.picked, m.operand_ld, m.picked_scale,
-                      m.picked_wide, m.ld,     STORE,        Activation(op.activation),
-                      weight->n / 2};
-    run_unit(job, units, unit % units.count, run[2] - run[1], run[1]);
+    const Product product{weight,        m.picked, m.operand_ld, m.picked_scale,
+                          m.picked_wide, m.ld,     STORE,        Activation(op.activation),
+                          weight->n / 2};
+    run_unit(product, units, unit % units.count, run[2] - run[1], run[1]);
 }
 
 // Sums the outputs of a token's experts, expert after expert.

@@ -63,7 +63,7 @@ inline void transpose4(const Words row[4], uint32_t* out, int64_t ld) {
 
 // The same for sixteen rows.
 template <typename Row>
-inline __attribute__((always_inline)) void transpose16(Row&& row, uint32_t* out, int64_t ld) {
+inline ALWAYS void transpose16(Row&& row, uint32_t* out, int64_t ld) {
     Words columns[4][4];  // of each four rows
     for (int four = 0; four < 4; four++) {
         const Words rows[4] = {row(4 * four), row(4 * four + 1), row(4 * four + 2), row(4 * four + 3)};
@@ -126,7 +126,7 @@ struct SoftmaxState {
 
 // Turns scores of TILE keys into probabilities, cells [TILE / EACH, 16 V] in `to`, and adds them to `total`.
 template <typename Cells, int V>
-inline __attribute__((always_inline)) void exponentiate(
+inline ALWAYS void exponentiate(
     Floats score[TILE][V], Floats scale, const Floats reference[V], Floats total[V], uint32_t* to
 ) {
     for (int v = 0; v < V; v++) {
@@ -157,7 +157,7 @@ inline void mask_scores(const SoftmaxState& softmax, int64_t at, int64_t first, 
 // Computes each query's largest score of a tile, scaled. Returns whether one exceeds its reference by more than
 // HEADROOM.
 template <int V>
-inline __attribute__((always_inline)) bool largest_scores(
+inline ALWAYS bool largest_scores(
     const Floats score[TILE][V], Floats scale, const Floats reference[V], Floats largest[V]
 ) {
     bool exceeds = false;
@@ -244,9 +244,7 @@ struct PackedKeys {      // packed, from a multiple of TILE on
 
 // sum[i][v] += a[step][i] * b[step][16 v ..], step by step, for as many sums at a time as there are registers for.
 template <typename Cells, int V>
-inline __attribute__((always_inline)) void multiply_tile(
-    int64_t steps, const uint32_t* a, const uint32_t* b, Floats sum[TILE][V]
-) {
+inline ALWAYS void multiply_tile(int64_t steps, const uint32_t* a, const uint32_t* b, Floats sum[TILE][V]) {
     constexpr int I = TILE_ROWS, W = TILE_ROWS == TILE ? V : 1;
     for (int first = 0; first < TILE; first += I)
         for (int beside = 0; beside < V; beside += W) {
@@ -273,7 +271,7 @@ struct PackedProducts {
     const Block& block;
     const PackedKeys& keys;
 
-    inline __attribute__((always_inline)) void scores(int64_t at, Floats score[TILE][V]) const {
+    inline ALWAYS void scores(int64_t at, Floats score[TILE][V]) const {
         multiply_tile<Cells, V>(head.cells, keys.keys + (at - keys.begin) * head.padded, block.queries, score);
     }
     void add(int64_t from, int64_t to, const uint32_t* probabilities) const {

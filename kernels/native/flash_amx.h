@@ -85,7 +85,7 @@ struct TiledKeys {
 // Positions [at, at + 16), of which the first `count` exist; the others are zeros. Parameters:
 //   key(i, cell): 16 cells of key i; values(i, feature, cells): cells of 32 numbers of value i and of the one after it.
 template <typename Key, typename Values>
-inline __attribute__((always_inline)) void pack_tile(
+inline ALWAYS void pack_tile(
     const TiledHead& head, const TiledKeys& to, int64_t at, int64_t count, Key&& key, Values&& values
 ) {
     uint32_t* const keys = to.keys + (at - to.begin) * head.steps * 16;

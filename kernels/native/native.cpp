@@ -63,20 +63,21 @@ void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
 
 // The product of a LINEAR.
 Product product_of(const Model& m, const Op& op, const Step& step) {
-    Product job{&op.weight, m.operand, m.operand_ld, m.operand_scale, m.wide, m.ld, STORE};
-    job.activation = Activation(op.activation);
-    if (op.weight.gated) job.outputs = op.target == INNER ? op.width : op.weight.n / 2;
+    Product product{&op.weight, m.operand, m.operand_ld, m.operand_scale, m.wide, m.ld, STORE};
+    product.activation = Activation(op.activation);
+    if (op.weight.gated) product.outputs = op.target == INNER ? op.width : op.weight.n / 2;
     if (op.target == RESIDUAL)
-        job.out = m.x, job.ldo = m.hidden, job.store = ADD, job.scale = op.scale, job.row_scale = op.row_scale;
-    if (op.target == STREAM) job.out = m.x, job.ldo = m.hidden;
-    if (op.target == LOGITS) job.out = step.logits, job.ldo = op.weight.n;
-    if (op.target == WIDE) job.out = m.wide + op.column;
+        product.out = m.x, product.ldo = m.hidden, product.store = ADD, product.scale = op.scale,
+        product.row_scale = op.row_scale;
+    if (op.target == STREAM) product.out = m.x, product.ldo = m.hidden;
+    if (op.target == LOGITS) product.out = step.logits, product.ldo = op.weight.n;
+    if (op.target == WIDE) product.out = m.wide + op.column;
     if (op.target == INNER) {
-        job.ldo = op.width, job.store = op.kind == BF16 || op.bf16_rows ? STORE_BF16 : STORE;
+        product.ldo = op.width, product.store = op.kind == BF16 || op.bf16_rows ? STORE_BF16 : STORE;
     } else if (op.width) {
-        job.a = m.wide, job.lda = op.width;
+        product.a = m.wide, product.lda = op.width;
     }
-    return job;
+    return product;
 }
 
 // Number of independent groups of heads of a recurrent mixer; 0 for other operations.
@@ -219,16 +220,16 @@ class StepJob : public Job {
     void run_linear(int64_t phase, int64_t unit) const {
         const Op& op = m_.ops[first_ + phase];
         const Step& step = step_of(phase);
-        Product job = product_of(m_, op, step);
-        for (int64_t i = first_ + phase + 1; i < last_ && !job.next; i++)
-            if (m_.ops[i].code == LINEAR) job.next = &m_.ops[i].weight;
+        Product product = product_of(m_, op, step);
+        for (int64_t i = first_ + phase + 1; i < last_ && !product.next; i++)
+            if (m_.ops[i].code == LINEAR) product.next = &m_.ops[i].weight;
         const Units units(op.weight, step.tokens, m_.threads);
         if (units.end_of_outputs(unit) > kept_.outputs_of_kept(first_ + phase)) {
-            run_unit(job, units, unit, step.tokens);
+            run_unit(product, units, unit, step.tokens);
             return;
         }
         const auto [begin, end] = units.rows_of(unit, step.tokens);
-        kept_.each_run(begin, end, [&](int64_t from, int64_t to) { run_rows(job, units, unit, from, to); });
+        kept_.each_run(begin, end, [&](int64_t from, int64_t to) { run_rows(product, units, unit, from, to); });
     }
 
     void mix(int64_t index, int64_t unit, std::vector<float>& scratch) const {
@@ -459,10 +460,10 @@ void saccade_compact(
     const void* from, int64_t kpad, int64_t outputs, void* to, int64_t* found, int64_t* exceptions, int64_t most,
     int64_t threads
 ) {
-    const Compacting job{
+    const Compacting panels{
         static_cast<const uint16_t*>(from), kpad, outputs, static_cast<uint8_t*>(to), found, exceptions, most
     };
-    pool().run(CompactJob(job, (outputs + PANEL - 1) / PANEL), threads);
+    pool().run(CompactJob(panels, (outputs + PANEL - 1) / PANEL), threads);
 }
 
 // out[count, k]: the rows `ids` of a packed weight, all of which must exist.

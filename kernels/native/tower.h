@@ -104,9 +104,9 @@ class TowerJob : public Job {
         const TowerOp& op = tower_.ops[first_ + phase];
         const int64_t rows = rows_of(op);
         if (op.code == TOWER_LINEAR) {
-            const Product job{&op.weight,       place(op.source), op.ld_source, nullptr,
-                              place(op.target), op.ld_target,     op.store,     Activation(op.activation)};
-            run_unit(job, Units(op.weight, rows, tower_.threads), unit, rows);
+            const Product product{&op.weight,       place(op.source), op.ld_source, nullptr,
+                                  place(op.target), op.ld_target,     op.store,     Activation(op.activation)};
+            run_unit(product, Units(op.weight, rows, tower_.threads), unit, rows);
             return;
         }
         if (op.code == TOWER_ATTENTION) {

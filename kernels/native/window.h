@@ -34,7 +34,7 @@ class Prefetcher {
         start_row();
     }
     // The next lines of a key and of a value, `times` of each.
-    inline __attribute__((always_inline)) void fetch(int times = 1) {
+    inline ALWAYS void fetch(int times = 1) {
         for (; times > 0 && row_ < SPAN; times--) {
             fetch_line(key_ + line_), fetch_line(value_ + line_);
             line_ += 64;
@@ -48,7 +48,7 @@ class Prefetcher {
     }
 
   private:
-    inline __attribute__((always_inline)) void start_row() {
+    inline ALWAYS void start_row() {
         const int64_t i = row_ % 2 * (SPAN / 2) + row_ / 2;
         key_ = reinterpret_cast<const char*>(keys_[i] + skip_),
         value_ = reinterpret_cast<const char*>(values_[i] + skip_);
