@@ -134,17 +134,18 @@ def test_rows_of_two_bytes_have_the_same_bits_in_tiles_as_without(chosen: str, k
 
 TILES = """
 #include "tiles_amx.h"
-template <class Block> void run(const char* x, int64_t rows, const char* w, int64_t length, Ahead ahead, float* y) {
+template <class Block>
+void run(const char* x, int64_t rows, const char* w, int64_t length, Prefetch prefetch, float* y) {
     const TileRows all = TileRows::consecutive(x, 64, rows);
     Block::begin(all);
-    Block::add(all, 0, w, 256, length, ahead);
+    Block::add(all, 0, w, 256, length, prefetch);
     Block::store(y);
     Block::zero();
     release_tiles();
 }
 #define RUN(name, ...) \\
-    extern "C" void name(const char* x, int64_t rows, const char* w, int64_t length, Ahead* ahead, float* y) { \\
-        run<TileBlock<__VA_ARGS__>>(x, rows, w, length, *ahead, y); \\
+    extern "C" void name(const char* x, int64_t rows, const char* w, int64_t length, Prefetch* prefetch, float* y) { \\
+        run<TileBlock<__VA_ARGS__>>(x, rows, w, length, *prefetch, y); \\
     }
 RUN(one_tile_of_rows, DotBf16, 1, 4)
 RUN(two_tiles_of_rows, DotBf16, 2, 2)
