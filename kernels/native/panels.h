@@ -31,7 +31,7 @@ constexpr bool INTEGER_HALVES = !BYTE_DOTS && !AMX_TILES;
 // of AMX multiply them, all lows of a row, then all highs.
 constexpr bool BYTE_PLANES = AMX_TILES;
 constexpr int64_t FOUR_INPUTS = BYTE_PLANES ? 4 : 8;  // bytes from the lows of 4 inputs to those of the next
-// bytes from the lows of 4 inputs to their highs
+// Bytes from the lows of 4 inputs to their highs.
 inline int64_t highs_at(int64_t kpad) { return BYTE_PLANES ? kpad : 4; }
 
 // The number of inputs as stored, with padding.

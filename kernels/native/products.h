@@ -39,7 +39,7 @@ constexpr int64_t LEAST_DIVIDED_INPUTS = 1024;  // only panels of at least so ma
 // each panel would read all rows from beyond it. Units of LONG_ROWS to LONG_BLOCK rows then have up to LONG_PANELS
 // panels, all of which are multiplied with LONG_BYTES of each row before the next ones.
 constexpr int64_t LONG_INPUTS = 3072, LONG_BYTES = 2048, LONG_ROWS = 64, LONG_BLOCK = 256, LONG_PANELS = 8;
-// products_amx.h
+// In products_amx.h.
 void amx_tiles(
     const Product& product, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first, int64_t count,
     const char* next
@@ -51,7 +51,7 @@ constexpr int64_t LONG_INPUTS = INT64_MAX, LONG_BLOCK = 1, LONG_ROWS = 1, LONG_P
 // share the cost of unpacking a panel.
 constexpr int64_t UNIT_ROW_BYTES = 1 << 20;
 
-// scaled.h
+// In scaled.h.
 int64_t summed_groups(const Weight& w);
 template <int R>
 void tile_scaled(

@@ -143,7 +143,7 @@ class RecurrentGroup {
     float *const slot_, *const rest_;
 
   private:
-    // floats
+    // For a state with its pending tokens, and a row's window.
     static int64_t scratch_floats(Shape shape, int64_t taps, int64_t channels) {
         return shape.bytes() / 4 + taps * channels;
     }

@@ -48,7 +48,7 @@ void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, 
         return;
     }
     const int64_t slot = step.slots[row], last = step.starts[row + 1];
-    // slot -1 is padding: its state starts from zeros and is not kept
+    // Slot -1 is padding: its state starts from zeros and is not kept.
     const auto place = slot < 0 ? group.in_scratch() : group.in_slot(slot);
     const auto* before = place.states;
     if (step.origins && step.origins[row] >= 0 && step.origins[row] != slot) {

@@ -340,7 +340,7 @@ void tile_scaled(
     run(PairsOfBf16(), static_cast<const uint16_t*>(rows) + row * lda + inputs.begin, lda);
 #elif !AMX_TILES
     const uint16_t* a = static_cast<const uint16_t*>(rows) + row * lda + inputs.begin;
-    // rows a power of two apart would share lines of the cache
+    // Rows that are a power of two apart would share sets of the cache.
     const int64_t count = inputs.end - inputs.begin, apart = count + 16;
     float* const widened = thread_memory<Use::ROWS_OR_SUMS>(R * apart);
     widen_rows(a, lda, R, count, widened, apart);

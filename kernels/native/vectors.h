@@ -90,7 +90,7 @@ constexpr int vectors_beside(int rows) {
     const int most = (REGISTERS - 2) / VECTOR_REGISTERS;
     return rows == 1 || (rows + 1) * 4 <= most ? 4 : (rows + 1) * 2 <= most ? 2 : 1;
 }
-// whose rows count twice
+// The same for rows of integers of 16 bits, which are two rows of bytes.
 constexpr int integers_beside(int rows) { return VECTOR_REGISTERS == 1 ? 4 : rows == 1 ? 2 : 1; }
 // Where products of bytes are several instructions, their parts need registers too.
 constexpr int bytes_beside(int rows) {

@@ -180,7 +180,7 @@ inline void store_bytes_in_fours(int8_t* p, Words low, Words high) {
 }
 
 inline Words store_bytes(int8_t* p, const Words (&x)[4]) {
-    // in each quarter, 4 of each
+    // Each quarter has 4 numbers of x[0], then 4 of x[1], x[2] and x[3].
     const Words packed = _mm512_packs_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3]));
     const Words bytes =
         _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), packed);
