@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from grammar_walks import END, TOKENIZER, VOCABULARY
+from waiting import until
 
 from service.common.types import TextFormat
 from service.engine.trials import Trials
@@ -84,12 +85,18 @@ def test_a_format_that_ends_the_process_is_refused(
     trials.check(DIGIT)
 
 
+def stop(pid: int) -> None:
+    """Stops a process and waits until it stands still: it may run for a moment after the signal."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+
+
 def test_a_process_that_does_not_reply_is_killed_and_says_nothing_about_the_format(
     trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trials.check(DIGIT)
     monkeypatch.setattr("service.engine.trials.WAIT_SECONDS", 0.1)
-    os.kill(process_of(trials), signal.SIGSTOP)
+    stop(process_of(trials))
     with pytest.raises(ConstraintFailed, match="was killed"):
         trials.check(DIGIT)
     monkeypatch.undo()
@@ -98,7 +105,7 @@ def test_a_process_that_does_not_reply_is_killed_and_says_nothing_about_the_form
 
 def test_closing_ends_a_check(trials: Trials) -> None:
     trials.check(DIGIT)
-    os.kill(process_of(trials), signal.SIGSTOP)
+    stop(process_of(trials))
     with ThreadPoolExecutor(1) as pool:
         checked = pool.submit(trials.check, DIGIT)
         trials.close()
