@@ -37,6 +37,7 @@ from decoder.layers.build import BuiltLayer
 from decoder.layers.gated_delta import GatedDeltaMixer
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.layers.mlp import GatedMlpMixer, MlpMixer
+from decoder.layers.short_conv import ShortConvMixer
 from decoder.native import NativeStep
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
@@ -78,7 +79,8 @@ OPERATIONS = {
     Code.LARGEST: "largest logits",
 }  # fmt: skip
 PRODUCTS = {
-    Mamba2Mixer: "Mamba", GatedDeltaMixer: "delta rule", AttentionMixer: "attention", MlpMixer: "MLP",
+    Mamba2Mixer: "Mamba", GatedDeltaMixer: "delta rule", ShortConvMixer: "short convolution",
+    AttentionMixer: "attention", MlpMixer: "MLP",
     GatedMlpMixer: "MLP",
 }  # fmt: skip
 

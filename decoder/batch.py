@@ -176,8 +176,9 @@ class BatchBuilder:
 
     @staticmethod
     def scan_chunk(config: DecoderConfig, options: DecoderOptions) -> int:
-        """Tokens of a chunk of the scan; unused for a model that never scans."""
-        return min(config.scan_chunk or 1, CHUNK_LIMIT[implementation(torch.device(options.device).type)[0]])
+        """Tokens of a chunk of the scan; unused by a model that never scans."""
+        limit = CHUNK_LIMIT[implementation(torch.device(options.device).type)[0]]
+        return min(config.scan_chunk or limit, limit)
 
     def build(
         self,

@@ -60,7 +60,7 @@ class DecoderConfig:
         require(len(self.layers) > 0, "layers is empty: at least one layer is needed")
         positive(self, "vocab_size", "hidden_size")
         require(self.norm_eps > 0, f"norm_eps must be above 0, not {self.norm_eps}")
-        chunks = sorted({slot.chunk for slot in self.slots})
+        chunks = sorted({slot.chunk for slot in self.slots if slot.chunk is not None})
         require(len(chunks) < 2, f"layers scan in chunks of different lengths: {chunks}")
         axes = max((rope.num_axes for rope in self.ropes), default=0)
         require(self.position_axes >= axes, f"position_axes {self.position_axes} is below the {axes} that layers read")
@@ -97,7 +97,12 @@ class DecoderConfig:
     @property
     def scan_chunk(self) -> int | None:
         """Tokens of a chunk of the scan; None if no layer scans."""
-        return self.slots[0].chunk if self.slots else None
+        return next((slot.chunk for slot in self.slots if slot.chunk is not None), None)
+
+    @property
+    def has_recurrent_states(self) -> bool:
+        """Whether any layer has a recurrent state, and not only a convolution window."""
+        return any(slot.state_size for slot in self.slots)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

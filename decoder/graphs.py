@@ -9,7 +9,6 @@ others. A step with drafts and prompts is two replays. The embedding is computed
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -84,7 +83,7 @@ def _scan_bytes(config: DecoderConfig, options: DecoderOptions, size: int) -> in
     if not config.slots or not runs_kernels(options):
         return 0
     entries = scan_room(config, options, size)["entries"]
-    return entries * max(math.prod(slot.state) for slot in config.slots) * options.dtype.itemsize
+    return entries * max(slot.state_size for slot in config.slots) * options.dtype.itemsize
 
 
 def _largest(plan: CapturePlan) -> list[Bucket]:

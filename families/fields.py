@@ -211,9 +211,9 @@ def attention(
     )
 
 
-def rope(text: Mapping[str, Any], dims: int, *, kinds: tuple[str, ...] = ("default",)) -> Rope:
-    """Reads `rope_parameters`, or `rope_theta` and `rope_scaling` of older files. Raises CheckpointError for a
-    `rope_type` that is not one of `kinds`."""
+def rope(text: Mapping[str, Any], dims: int, *, kinds: tuple[str, ...] = ("default",), theta: float = 10000.0) -> Rope:
+    """Reads `rope_parameters`, or `rope_theta` and `rope_scaling` of older files. `theta`: the base of files without
+    one. Raises CheckpointError for a `rope_type` that is not one of `kinds`."""
     parameters = rope_parameters(text)
     kind = first(parameters, "rope_type", "type", default="default")
     if kind not in kinds:
@@ -222,7 +222,7 @@ def rope(text: Mapping[str, Any], dims: int, *, kinds: tuple[str, ...] = ("defau
         raise CheckpointError(
             f"config.json: head_dim times partial_rotary_factor is {dims}; it must be even and at least 2"
         )
-    return Rope(dims, number(parameters, "rope_theta", number(text, "rope_theta", 10000.0)))
+    return Rope(dims, number(parameters, "rope_theta", number(text, "rope_theta", theta)))
 
 
 def rope_parameters(text: Mapping[str, Any]) -> Mapping[str, Any]:

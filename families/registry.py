@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from families import bamba, granitemoehybrid, minicpmv4_6, minicpmv4_7, nemotron_h, nemotron_h_omni, qwen3_5, qwen3_next
+from families import (
+    bamba,
+    granitemoehybrid,
+    lfm2,
+    minicpmv4_6,
+    minicpmv4_7,
+    nemotron_h,
+    nemotron_h_omni,
+    qwen3_5,
+    qwen3_next,
+)
 from families.family import Family
 from families.files import CheckpointError
 
@@ -14,6 +24,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen3_5.FAMILY,
     qwen3_5.MOE_FAMILY,
     qwen3_next.FAMILY,
+    lfm2.FAMILY,
     minicpmv4_6.FAMILY,
     minicpmv4_7.FAMILY,
 )

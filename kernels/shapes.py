@@ -13,7 +13,8 @@ from torch import Tensor
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a model that kernels depend on, named as in the configurations of `nemotron_h` and RADIO. A count of 0
-    means that the model has none: no Mamba-2 heads, no experts, no gated delta heads, no rotated dimensions."""
+    means that the model has none: no Mamba-2 heads, no experts, no gated delta heads, no short convolutions, no rotated
+    dimensions."""
 
     name: str
     hidden: int
@@ -38,6 +39,8 @@ class ModelShape:
     delta_key_heads: int = 0
     delta_value_heads: int = 0
     delta_head_dim: int = 128
+    short_conv: int = 0
+    """Taps of the convolution of `hidden` channels in layers that are little else (LFM2)."""
     rope_dims: int = 0
     rope_axes: tuple[int, ...] = ()
     radio: bool = True
@@ -65,7 +68,7 @@ NANO_V2_12B_VL = ModelShape(
 )
 DEMO = ModelShape(
     "demo", 192, 6, 64, 2, 32, 64, 4, 2, 64, 1024, 512, 8, 2, 160, 5, patch=8, dtypes=(torch.bfloat16, torch.float32),
-    delta_key_heads=2, delta_value_heads=4, delta_head_dim=32, rope_dims=32,
+    delta_key_heads=2, delta_value_heads=4, delta_head_dim=32, rope_dims=32, short_conv=3,
 )  # fmt: skip
 """The embedded model, with small sizes for the layers that it lacks, for the compilations in tests."""
 INTERLEAVED = tuple(i % 3 for i in range(32))

@@ -12,12 +12,13 @@ from decoder.arriving import ArrivingWeights
 from decoder.batch import Batch
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.attention import AttentionMixer
-from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mamba2, Mlp
+from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mamba2, Mlp, ShortConv
 from decoder.layers.experts import ExpertsMixer
 from decoder.layers.gated_delta import GatedDeltaMixer
 from decoder.layers.linear import float_vector
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.layers.mlp import mlp_of
+from decoder.layers.short_conv import ShortConvMixer
 from decoder.layers.spec import MixerSpec, Weights, weights_below
 
 Mixer = Callable[[Tensor, Batch], Tensor]
@@ -80,6 +81,8 @@ def build_mixer(
             return Mamba2Mixer(spec, options, weights, *next(slots))
         case GatedDelta():
             return GatedDeltaMixer(spec, options, weights, *next(slots))
+        case ShortConv():
+            return ShortConvMixer(spec, options, weights, *next(slots))
         case Attention():
             return AttentionMixer(spec, options, weights, next(pages))
         case Mlp():

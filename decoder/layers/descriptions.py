@@ -364,3 +364,39 @@ class GatedDelta:
 
     def optional_weights(self) -> frozenset[str]:
         return frozenset()
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """Sizes of a gated short convolution, in elements: a mixer whose only memory is the convolution's window."""
+
+    hidden_size: int
+    conv_kernel: int = 3
+    conv_bias: bool = False
+    """Whether the convolution and both projections have biases."""
+
+    def __post_init__(self) -> None:
+        positive(self, "hidden_size")
+        require(self.conv_kernel >= 2, f"conv_kernel must be at least 2, not {self.conv_kernel}")
+
+    @property
+    def memory(self) -> SlotSpec:
+        return SlotSpec((self.conv_kernel - 1, self.hidden_size), (0,), self.hidden_size, None, None)
+
+    @property
+    def activations(self) -> int:
+        return 5 * self.hidden_size
+
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        d = self.hidden_size
+        found: dict[str, tuple[int, ...]] = {
+            "in_proj.weight": (3 * d, d),
+            "conv1d.weight": (d, 1, self.conv_kernel),
+            "out_proj.weight": (d, d),
+        }
+        if self.conv_bias:
+            found |= {"in_proj.bias": (3 * d,), "conv1d.bias": (d,), "out_proj.bias": (d,)}
+        return found
+
+    def optional_weights(self) -> frozenset[str]:
+        return frozenset()

@@ -20,24 +20,32 @@ def weights_below(weights: Weights, prefix: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """Memory of fixed size per sequence: a convolution window and a recurrent state."""
+    """Memory of fixed size per sequence: a convolution window and, in most kinds of layers, a recurrent state."""
 
     window: tuple[int, int]
     """(inputs that the causal convolution looks back at, channels); stored in the compute dtype."""
     state: tuple[int, ...]
-    """Shape of the recurrent state, stored in the state dtype."""
+    """Shape of the recurrent state, stored in the state dtype; (0,) for a layer that has only a window."""
     inputs: int
     """Values per token that the recurrence takes as input; they are kept to replay tokens that may be rejected."""
-    chunk: int
-    """Tokens per chunk of the scan, a power of two. It affects rounding only."""
-    blocks: StateShape
-    """The state's sizes for compiled code, which advances it by blocks of tokens and stores it in its own layout."""
+    chunk: int | None
+    """Tokens per chunk of the scan, a power of two. It affects rounding only. None: the layer does not scan."""
+    blocks: StateShape | None
+    """The state's sizes for compiled code, which advances it by blocks of tokens and stores it in its own layout; None
+    without a state."""
+
+    @property
+    def state_size(self) -> int:
+        """Values of the recurrent state."""
+        return math.prod(self.state)
 
     def state_bytes(self, element: int, state_element: int, compiled: bool) -> int:
         """Bytes of the state in a slot. `element`, `state_element`: bytes of a value of the compute dtype and of the
         state dtype; `compiled`: whether compiled code may use the state."""
-        plain = math.prod(self.state) * state_element
-        return max(plain, self.blocks.block_bytes(element, state_element)) if compiled else plain
+        plain = self.state_size * state_element
+        if self.blocks is None or not compiled:
+            return plain
+        return max(plain, self.blocks.block_bytes(element, state_element))
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,13 @@ def load_weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS):
 
 
 @triton.jit
-def convolve(b_a, b_b, b_c, b_x, k_a, k_b, k_c, k_x, bias):
-    """SiLU of the weighted sum of four inputs, oldest first, and the bias; float32."""
+def convolve(b_a, b_b, b_c, b_x, k_a, k_b, k_c, k_x, bias, SILU: tl.constexpr):
+    """The weighted sum of four inputs, oldest first, and the bias; float32. With SILU, its SiLU."""
     b_acc = bias + b_a.to(tl.float32) * k_a + b_b.to(tl.float32) * k_b
     b_acc += b_c.to(tl.float32) * k_c + b_x.to(tl.float32) * k_x
-    return b_acc * tl.sigmoid(b_acc)
+    if SILU:
+        b_acc = b_acc * tl.sigmoid(b_acc)
+    return b_acc
 
 
 @triton.jit
@@ -89,6 +91,7 @@ def _packed_kernel(
     TAPS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     i_row = tl.load(p_tiles + 2 * tl.program_id(0)).to(tl.int64)
@@ -113,10 +116,10 @@ def _packed_kernel(
         b_1 = tl.load(p_token + x_stride, mask=m_1, other=0.0)
         b_2 = tl.load(p_token + 2 * x_stride, mask=m_2, other=0.0)
         b_3 = tl.load(p_token + 3 * x_stride, mask=m_3, other=0.0)
-        y_0 = convolve(b_a, b_b, b_c, b_0, k_a, k_b, k_c, k_x, bias)
-        y_1 = convolve(b_b, b_c, b_0, b_1, k_a, k_b, k_c, k_x, bias)
-        y_2 = convolve(b_c, b_0, b_1, b_2, k_a, k_b, k_c, k_x, bias)
-        y_3 = convolve(b_0, b_1, b_2, b_3, k_a, k_b, k_c, k_x, bias)
+        y_0 = convolve(b_a, b_b, b_c, b_0, k_a, k_b, k_c, k_x, bias, SILU)
+        y_1 = convolve(b_b, b_c, b_0, b_1, k_a, k_b, k_c, k_x, bias, SILU)
+        y_2 = convolve(b_c, b_0, b_1, b_2, k_a, k_b, k_c, k_x, bias, SILU)
+        y_3 = convolve(b_0, b_1, b_2, b_3, k_a, k_b, k_c, k_x, bias, SILU)
         p_y = p_out + token * CHANNELS + o_c
         tl.store(p_y, y_0.to(p_out.dtype.element_ty), mask=m_c)
         tl.store(p_y + CHANNELS, y_1.to(p_out.dtype.element_ty), mask=m_1)
@@ -154,6 +157,7 @@ def _update_kernel(
     TAPS: tl.constexpr,
     TOKENS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
     SEVERAL: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -177,7 +181,7 @@ def _update_kernel(
     for token in tl.static_range(TOKENS):
         b_x = tl.load(p_x + i_row * x_stride + token * token_stride + o_c, mask=m_c, other=0.0)
         b_x = b_x.to(p_pool.dtype.element_ty)
-        b_y = convolve(b_a, b_b, b_c, b_x, k_a, k_b, k_c, k_x, bias)
+        b_y = convolve(b_a, b_b, b_c, b_x, k_a, k_b, k_c, k_x, bias, SILU)
         tl.store(p_out + (i_row * TOKENS + token) * CHANNELS + o_c, b_y.to(p_out.dtype.element_ty), mask=m_c)
         b_a, b_b, b_c = b_b, b_c, b_x
         slot = tl.load(p_slots + token).to(tl.int64)
@@ -195,6 +199,7 @@ def causal_conv1d(
     starts_R: Tensor,
     saves: Sequence[tuple[int, int, int]] | Tensor = (),
     tables: ScanTables | None = None,
+    silu: bool = True,
 ) -> Tensor:
     """Like the reference, but the result has x's dtype, and `tables`, which replaces `saves`, is required.
 
@@ -228,6 +233,7 @@ def causal_conv1d(
         TAPS=taps,
         TILE_TOKENS=TILE,
         HAS_BIAS=bias_C is not None,
+        SILU=silu,
         BLOCK_C=BLOCK_CHANNELS,
         num_warps=1,
     )
@@ -248,9 +254,10 @@ def causal_conv1d_update(
     pool_SWC: Tensor,
     slots_R: Tensor,
     runs: Sequence[SlotRun] | None = None,
+    silu: bool = True,
 ) -> Tensor:
     """Like the reference, but the result has x's dtype. `runs` is not needed here. 2 to 4 taps. No host sync."""
-    return _update(x_RC[:, None], weight_WC, bias_C, pool_SWC, slots_R, None, None)[:, 0]
+    return _update(x_RC[:, None], weight_WC, bias_C, pool_SWC, slots_R, None, None, silu)[:, 0]
 
 
 def causal_conv1d_tokens(
@@ -261,9 +268,10 @@ def causal_conv1d_tokens(
     slots_RK: Tensor,
     accepted_R: Tensor,
     lengths_R: Tensor,
+    silu: bool = True,
 ) -> Tensor:
     """Like the reference, but the result has x's dtype. 2 to 4 taps. No host sync."""
-    return _update(x_RTC, weight_WC, bias_C, pool_SWC, slots_RK, accepted_R, lengths_R)
+    return _update(x_RTC, weight_WC, bias_C, pool_SWC, slots_RK, accepted_R, lengths_R, silu)
 
 
 def _update(
@@ -274,6 +282,7 @@ def _update(
     slots: Tensor,
     accepted_R: Tensor | None,
     lengths_R: Tensor | None,
+    silu: bool,
 ) -> Tensor:
     rows, tokens, channels = x_RTC.shape
     taps = weight_WC.shape[0]
@@ -299,6 +308,7 @@ def _update(
         TAPS=taps,
         TOKENS=tokens,
         HAS_BIAS=bias_C is not None,
+        SILU=silu,
         SEVERAL=accepted_R is not None,
         BLOCK_C=BLOCK_CHANNELS,
         num_warps=1,

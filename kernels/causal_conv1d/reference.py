@@ -27,8 +27,9 @@ def causal_conv1d(
     starts_R: Tensor,
     saves: Sequence[tuple[int, int, int]] | Tensor = (),
     tables: ScanTables | None = None,
+    silu: bool = True,
 ) -> Tensor:
-    """Convolves packed rows of any length, each continuing from its window of earlier inputs; then SiLU.
+    """Convolves packed rows of any length, each continuing from its window of earlier inputs; then SiLU, if `silu`.
 
     x: `[T, C]`, rows concatenated; row r is `starts[r]:starts[r+1]` (`starts` has R + 1 entries). weight: `[W, C]`
     float32, oldest tap first; bias: `[C]` float32. pool: `[S, W-1, C]`, oldest input first. A row whose `has_initial`
@@ -52,22 +53,23 @@ def causal_conv1d(
         for first in range(begin, end, BLOCK_ROWS):
             last = min(end, first + BLOCK_ROWS)
             padded = torch.cat((window, x_TC[first:last]))
-            _convolve(padded.float(), weight_WC, bias_C, out[first:last])
+            _convolve(padded.float(), weight_WC, bias_C, out[first:last], silu)
             window = padded[padded.shape[0] - keep :]
         if slot >= 0:
             pool_SWC[slot] = window
     return out
 
 
-def _convolve(padded: Tensor, weight_WC: Tensor, bias_C: Tensor | None, out: Tensor) -> None:
-    """`out[t] = silu(bias + sum_j weight[j] * padded[t + j])`."""
+def _convolve(padded: Tensor, weight_WC: Tensor, bias_C: Tensor | None, out: Tensor, silu: bool) -> None:
+    """`out[t] = silu(bias + sum_j weight[j] * padded[t + j])`, or without SiLU."""
     length = out.shape[0]
     torch.mul(padded[:length], weight_WC[0], out=out)
     for tap in range(1, weight_WC.shape[0]):
         out.addcmul_(padded[tap : tap + length], weight_WC[tap])
     if bias_C is not None:
         out += bias_C
-    F.silu(out, inplace=True)
+    if silu:
+        F.silu(out, inplace=True)
 
 
 def causal_conv1d_update(
@@ -77,6 +79,7 @@ def causal_conv1d_update(
     pool_SWC: Tensor,
     slots_R: Tensor,
     runs: Sequence[SlotRun] | None = None,
+    silu: bool = True,
 ) -> Tensor:
     """Convolves one token per row. Arguments as in `causal_conv1d`; returns `[R, C]` float32.
 
@@ -96,7 +99,7 @@ def causal_conv1d_update(
             window.copy_(full[:, 1:])
     if bias_C is not None:
         out += bias_C
-    return F.silu(out, inplace=True)
+    return F.silu(out, inplace=True) if silu else out
 
 
 def causal_conv1d_tokens(
@@ -107,6 +110,7 @@ def causal_conv1d_tokens(
     slots_RK: Tensor,
     accepted_R: Tensor,
     lengths_R: Tensor,
+    silu: bool = True,
 ) -> Tensor:
     """Convolves several tokens per row and stores a window after each; returns `[R, T, C]` float32.
 
@@ -123,11 +127,11 @@ def causal_conv1d_tokens(
     for token in range(tokens):
         kept = kept_RT[:, token]
         pool_SWC[slots_RT[kept, token]] = full[kept, token + 1 : token + 1 + keep]
-    return convolve_rows(full, weight_WC, bias_C)
+    return convolve_rows(full, weight_WC, bias_C, silu)
 
 
-def convolve_rows(full_RLC: Tensor, weight_WC: Tensor, bias_C: Tensor | None) -> Tensor:
-    """`[R, L, C]`, starting with W - 1 earlier inputs -> `[R, L - W + 1, C]` float32, after SiLU."""
+def convolve_rows(full_RLC: Tensor, weight_WC: Tensor, bias_C: Tensor | None, silu: bool = True) -> Tensor:
+    """`[R, L, C]`, starting with W - 1 earlier inputs -> `[R, L - W + 1, C]` float32, after SiLU, if `silu`."""
     length = full_RLC.shape[1] - weight_WC.shape[0] + 1
     full = full_RLC.float()
     out = full[:, :length] * weight_WC[0]
@@ -135,4 +139,4 @@ def convolve_rows(full_RLC: Tensor, weight_WC: Tensor, bias_C: Tensor | None) ->
         out.addcmul_(full[:, tap : tap + length], weight_WC[tap])
     if bias_C is not None:
         out += bias_C
-    return F.silu(out, inplace=True)
+    return F.silu(out, inplace=True) if silu else out

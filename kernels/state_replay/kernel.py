@@ -44,6 +44,7 @@ def _mix_kernel(
     WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
     ADVANCE: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -71,7 +72,7 @@ def _mix_kernel(
             b_new = tl.load(p_new, mask=m_x & (new >= 0), other=0.0).to(b_x.dtype)
             tl.store(p_ring + step * WIDTH, b_new, mask=m_x & (new >= 0))
             b_x = tl.where(new >= 0, b_new, b_x)
-        b_y = convolve(b_a, b_b, b_c, b_x, k_a, k_b, k_c, k_x, bias)
+        b_y = convolve(b_a, b_b, b_c, b_x, k_a, k_b, k_c, k_x, bias, SILU)
         tl.store(p_mixed + (i_row * STEPS + step) * CHANNELS + o_c, b_y.to(p_mixed.dtype.element_ty), mask=m_c)
         b_a, b_b, b_c = b_b, b_c, b_x.to(b_c.dtype)
     if ADVANCE:
@@ -330,9 +331,11 @@ def mix_ring(
     lengths_R: Tensor | None,
     inputs_RTX: Tensor | None,
     targets_R: Tensor | None,
+    silu: bool = True,
 ) -> Tensor:
-    """The convolution of each row's valid steps and new inputs, `[R, L, C]`; new inputs are written to the ring after
-    the valid steps. With `targets`, the windows after the steps are stored in these slots."""
+    """The convolution of each row's valid steps and new inputs, `[R, L, C]`, after SiLU, if `silu`; new inputs are
+    written to the ring after the valid steps. With `targets`, the windows after the steps are stored in these slots.
+    Other steps, and rows with slot -1, are not written."""
     steps, size = rings_QLX.shape[1:]
     taps, channels = weight_WC.shape
     assert 2 <= taps <= 4 and windows_SWC.stride()[1:] == (channels, 1) and rings_QLX.stride()[1:] == (size, 1)
@@ -363,6 +366,7 @@ def mix_ring(
         WIDTH=size,
         TAPS=taps,
         HAS_BIAS=bias_C is not None,
+        SILU=silu,
         ADVANCE=targets_R is not None,
         BLOCK_C=BLOCK_CHANNELS,
         num_warps=1,

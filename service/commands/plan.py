@@ -151,8 +151,9 @@ def _decoder_memory(options: EngineOptions, checkpoint: Checkpoint, rows: list[t
     check_slots(checkpoint.config.decoder, decoder, layout, blocks)
     arena = blocks * layout.block_bytes
     rows.append(("state arena", size(arena), f"{blocks} superblocks of {size(layout.block_bytes)}"))
-    dtype = str(decoder.state_dtype).removeprefix("torch.")
-    parts = f"states {size(sum(layout.state_bytes))} in {dtype}, windows {size(sum(layout.window_bytes))}"
+    dtype, parts = str(decoder.state_dtype).removeprefix("torch."), f"windows {size(sum(layout.window_bytes))}"
+    if states := sum(layout.state_bytes):
+        parts = f"states {size(states)} in {dtype}, {parts}"
     slot = f"one sequence, {len(layout.state_bytes)} recurrent layers: {parts}"
     rows.append(("  a state slot", size(layout.slot_bytes), slot))
     rows.append(("  a KV page", size(layout.page_bytes), f"{layout.page_size} tokens, all attention layers"))

@@ -93,10 +93,10 @@ def check_drafting(options: EngineOptions, checkpoint: Checkpoint) -> None:
 
 def check_state_dtype(options: EngineOptions, checkpoint: Checkpoint) -> None:
     """Raises ConfigError for a dtype other than float32 if no layer has a recurrent state."""
-    if options.state_dtype != "float32" and not checkpoint.config.decoder.slots:
+    if options.state_dtype != "float32" and not checkpoint.config.decoder.has_recurrent_states:
         raise ConfigError(
             f"state_dtype: {options.state_dtype} would have no effect: {checkpoint.config.name} has no recurrent "
-            "layers; float32 would work"
+            "states; float32 would work"
         )
 
 

@@ -48,6 +48,19 @@ def qwen_next() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def lfm2(hidden: int, heads: int, inner: int) -> dict[str, Any]:
+    """LFM2 with 16 layers, with the fields of the released files."""
+    return {
+        "model_type": "lfm2", "vocab_size": 65536, "hidden_size": hidden, "block_dim": hidden, "conv_dim": hidden,
+        "conv_dim_out": hidden, "block_ff_dim": inner, "block_auto_adjust_ff_dim": True,
+        "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-5, "block_use_swiglu": True,
+        "conv_L_cache": 3, "conv_bias": False, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "norm_eps": 1e-5,
+        "num_attention_heads": heads, "num_heads": heads, "num_hidden_layers": 16, "num_key_value_heads": 8,
+        "max_position_embeddings": 128000, "rope_theta": 1e6, "use_pos_enc": True, "torch_dtype": "bfloat16",
+        "eos_token_id": 7,
+    }  # fmt: skip
+
+
 def nemotron(pattern: str, **fields: Any) -> dict[str, Any]:
     """A NemotronH decoder with this layer pattern."""
     return {
@@ -85,6 +98,8 @@ def models() -> dict[str, dict[str, Any]]:
     qwen = {f"Qwen3.5-{name}": published(name) for name in PUBLISHED}
     others = {"Nemotron-Nano-9B-v2": NANO_9B, "Nemotron-3-Nano-30B-A3B": NANO_30B, "Bamba-9B": bamba()}
     others["Qwen3-Next-80B-A3B"] = qwen_next()
+    others["LFM2-350M"], others["LFM2-700M"] = lfm2(1024, 16, 6656), lfm2(1536, 24, 10240)
+    others["LFM2-1.2B"] = lfm2(2048, 32, 12288)
     return {**qwen, "MiniCPM-V-4.6": minicpm(), "Nemotron-3-Nano-Omni-30B-A3B": omni(), **others}
 
 
@@ -94,6 +109,7 @@ HUB_IDS = {
     "Nemotron-Nano-9B-v2": "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
     "Nemotron-3-Nano-30B-A3B": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     "Bamba-9B": "ibm-ai-platform/Bamba-9B",
+    **{f"LFM2-{name}": f"LiquidAI/LFM2-{name}" for name in ("350M", "700M", "1.2B")},
     "Qwen3-Next-80B-A3B": "Qwen/Qwen3-Next-80B-A3B-Instruct",
 }
 """Their names on the Hugging Face hub, if known."""

@@ -15,6 +15,8 @@ from transformers import (
     BambaForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -111,7 +113,33 @@ def qwen_next(rng: random.Random) -> Any:
     return Qwen3NextForCausalLM(config)
 
 
-FAMILIES = {"bamba": bamba, "granitemoehybrid": granite, "qwen3_next": qwen_next}
+def lfm2(rng: random.Random) -> Any:
+    layers, kv = rng.randint(1, 4), rng.choice([1, 2])
+    heads = kv * rng.choice([1, 2, 4])
+    kinds = ["conv", rng.choice(["conv", "full_attention"])]  # many models without attention
+    config = Lfm2Config(
+        vocab_size=VOCAB,
+        hidden_size=heads * rng.choice([8, 16]),
+        intermediate_size=rng.choice([24, 41]),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        max_position_embeddings=512,
+        norm_eps=rng.choice([1e-5, 1e-6]),
+        tie_word_embeddings=rng.random() < 0.5,
+        rope_parameters=rng.choice([None, {"rope_type": "default", "rope_theta": 1e4}]),
+        conv_bias=rng.random() < 0.3,
+        conv_L_cache=rng.choice([2, 3, 4, 5]),
+        block_multiple_of=rng.choice([4, 16]),
+        block_ffn_dim_multiplier=rng.choice([1.0, 1.3]),
+        block_auto_adjust_ff_dim=rng.random() < 0.7,
+        layer_types=[rng.choice(kinds) for _ in range(layers)],
+        eos_token_id=[2, 7],
+    )
+    return Lfm2ForCausalLM(config)
+
+
+FAMILIES = {"bamba": bamba, "granitemoehybrid": granite, "qwen3_next": qwen_next, "lfm2": lfm2}
 
 
 def make_text_checkpoint(path: Path, family: str, seed: int) -> TinyCheckpoint:

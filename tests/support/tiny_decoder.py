@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.layers.descriptions import GatedDelta
+from decoder.layers.descriptions import GatedDelta, ShortConv
 from decoder.layers.spec import Layer
 from decoder.request import DecoderRequest, EmbeddingSource, TokenEvent
 from decoder.runner import DecoderRunner
@@ -63,11 +63,13 @@ TINY_DELTA: dict[str, Any] = {
 
 
 def delta_config(pattern: str = "G-*G-", delta: dict[str, Any] | None = None, **changes: Any) -> DecoderConfig:
-    """The same with layers of the gated delta rule (G in the pattern); `delta` changes their shape."""
-    plain = tiny_config(pattern.replace("G", "M"), **changes)
-    mixer = GatedDelta(plain.hidden_size, **(TINY_DELTA | (delta or {})))
+    """The same with layers of the gated delta rule (G in the pattern), whose shape `delta` changes, and with short
+    convolutions (S)."""
+    plain = tiny_config(pattern.replace("G", "M").replace("S", "M"), **changes)
+    hidden = plain.hidden_size
+    mixers = {"G": GatedDelta(hidden, **(TINY_DELTA | (delta or {}))), "S": ShortConv(hidden, conv_bias=True)}
     layers = [
-        Layer((("mixer", mixer),)) if letter == "G" else layer
+        Layer((("mixer", mixers[letter]),)) if letter in mixers else layer
         for letter, layer in zip(pattern, plain.layers, strict=True)
     ]
     return replace(plain, layers=tuple(layers))

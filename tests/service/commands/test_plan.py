@@ -116,7 +116,7 @@ def test_states_in_bfloat16_are_refused_where_they_would_do_nothing_or_cannot_be
 ) -> None:
     path = str(make_checkpoint(tmp_path / "attention", 3, vision=False, text={"pattern": "*-"}).path)
     for run in (plan, build_engine):
-        with pytest.raises(ConfigError, match="state_dtype: bfloat16 would have no effect: .* has no recurrent layers"):
+        with pytest.raises(ConfigError, match="state_dtype: bfloat16 would have no effect: .* has no recurrent states"):
             run(EngineOptions(model=path, state_dtype="bfloat16", device="cpu"))
     path = str(make_checkpoint(tmp_path / "mamba", 3, vision=False, text={"pattern": "M"}).path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
