@@ -76,7 +76,7 @@ class Part:
 OPERATIONS = {
     Code.MAMBA: "Mamba: convolution, state, gated norm", Code.DELTA: "delta rule: convolution, state, gated norm",
     Code.ATTENTION: "attention over pages", Code.EXPERTS: "experts", Code.HEADS: "norms and rotation of heads",
-    Code.LARGEST: "largest logits",
+    Code.LARGEST: "largest logits", Code.SHORT_CONV: "short convolution",
 }  # fmt: skip
 PRODUCTS = {
     Mamba2Mixer: "Mamba", GatedDeltaMixer: "delta rule", ShortConvMixer: "short convolution",

@@ -43,7 +43,7 @@ class _Layer:
     built: BuiltLayer
 
 
-_OVER_TOKENS = (Code.MAMBA, Code.DELTA, Code.ATTENTION)
+_OVER_TOKENS = (Code.MAMBA, Code.DELTA, Code.SHORT_CONV, Code.ATTENTION)
 """Operations in which a token depends on other tokens."""
 
 Plan = list[tuple[range, _Layer | None]]

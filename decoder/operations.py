@@ -159,9 +159,8 @@ class Operations(OperationParts):
         last = self.packed(mixer.out_proj)
         middle, shape = recurrence_operations(mixer, last, self.has_bf16_rows(last), self.pointer)
         self.keep(shape)
-        blocks = mixer.spec.memory.blocks
-        assert blocks is not None
-        self._state_shapes[middle[0].states] = blocks
+        if (blocks := mixer.spec.memory.blocks) is not None:
+            self._state_shapes[middle[0].states] = blocks
         return [*self.projections(norm, mixer.in_proj), *middle, self.residual(last, scale)]
 
 

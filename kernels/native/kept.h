@@ -60,12 +60,15 @@ class Kept {
     }
 
   private:
-    static bool is_mixer(const Op& op) { return op.code == MAMBA || op.code == DELTA || op.code == ATTENTION; }
+    static bool is_mixer(const Op& op) {
+        return op.code == MAMBA || op.code == DELTA || op.code == SHORT_CONV || op.code == ATTENTION;
+    }
     static bool is_mixer_input(const Op& op) {
         return op.code == HEADS || op.code == NORM || (op.code == LINEAR && op.target == WIDE);
     }
-    // Width of the mixer's gates or queries, which are the first part of its inputs.
+    // Width of the mixer's gates or queries, which are the first part of its inputs (but not those of SHORT_CONV).
     int64_t gate_or_query_outputs(const Op& mixer) const {
+        if (mixer.code == SHORT_CONV) return 0;
         if (mixer.code == MAMBA) return m_.inner;
         return mixer.code == DELTA ? mixer.delta->heads * mixer.delta->value
                                    : mixer.attention->q_heads * mixer.attention->width;

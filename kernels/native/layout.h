@@ -72,7 +72,7 @@ void add_op(Layout& layout) {
     FIELD(Op, conv_bias); FIELD(Op, a); FIELD(Op, d); FIELD(Op, dt_bias); FIELD(Op, kv); FIELD(Op, kv_stride);
     FIELD(Op, ring); FIELD(Op, ring_stride); FIELD(Op, experts); FIELD(Op, delta); FIELD(Op, first_key);
     FIELD(Op, attention); FIELD(Op, activation); FIELD(Op, gated); FIELD(Op, scale); FIELD(Op, row_scale);
-    FIELD(Op, column); FIELD(Op, bf16_rows);
+    FIELD(Op, column); FIELD(Op, bf16_rows); FIELD(Op, taps);
 }
 
 void add_model(Layout& layout) {
@@ -163,6 +163,7 @@ void add_numbers(Layout& layout) {
     VALUE(Code, ACTIVATE); VALUE(Code, ROUTE); VALUE(Code, GROUP_PICKS); VALUE(Code, GATHER); VALUE(Code, EXPERTS);
     VALUE(Code, PICKED_ACTIVATE); VALUE(Code, COMBINE); VALUE(Code, NORM_PAIR); VALUE(Code, EMBED);
     VALUE(Code, LARGEST); VALUE(Code, HEADS); VALUE(Code, GATE); VALUE(Code, DELTA); VALUE(Code, KEEP);
+    VALUE(Code, SHORT_CONV);
     VALUE(Target, WIDE); VALUE(Target, RESIDUAL); VALUE(Target, LOGITS); VALUE(Target, MID); VALUE(Target, OPERAND);
     VALUE(Target, STREAM); VALUE(Target, INNER);
     VALUE_AS(Activation, Activation::NONE, NONE); VALUE_AS(Activation, Activation::RELU_SQUARED, RELU_SQUARED);

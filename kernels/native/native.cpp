@@ -25,6 +25,7 @@
 #include "products_amx.h"
 #include "recurrent_rows.h"
 #include "sample.h"
+#include "short_conv.h"
 #include "state_forms.h"
 #include "structs.h"
 #include "threads.h"
@@ -110,12 +111,20 @@ void with_group(const Model& m, const Op& op, int64_t group, std::vector<float>&
     });
 }
 
+// Calls work(group) with some channels of a short convolution.
+template <typename F>
+void with_short_conv(const Model& m, const Op& op, int64_t group, F&& work) {
+    if (m.stored_bf16) work(ShortConvGroup<uint16_t>(m, op, group));
+    else work(ShortConvGroup<float>(m, op, group));
+}
+
 // Number of work units of an operation.
 int64_t units_of(const Model& m, const Op& op, const Step& step) {
     switch (op.code) {
         case LINEAR: return Units(op.weight, step.tokens, m.threads).count;
         case MAMBA:
         case DELTA: return step.rows * groups_of(m, op);
+        case SHORT_CONV: return step.rows * short_conv_groups(op);
         case ATTENTION: return AttentionUnits(m, *op.attention, step).count;
         case GROUP_PICKS: return 1;
         case ROUTE:
@@ -147,6 +156,7 @@ class StepJob : public Job {
             case LINEAR: run_linear(phase, unit); break;
             case MAMBA:
             case DELTA: mix(first_ + phase, unit, scratch); break;
+            case SHORT_CONV: convolve_row(first_ + phase, unit); break;
             case ATTENTION: {
                 const auto first_read = [&](int64_t begin, int64_t end) {
                     return kept_.first_read(first_ + phase, begin, end);
@@ -241,21 +251,36 @@ class StepJob : public Job {
         });
     }
 
+    void convolve_row(int64_t index, int64_t unit) const {
+        const Op& op = m_.ops[index];
+        const int64_t groups = short_conv_groups(op), row = unit / groups;
+        const int64_t first_read = kept_.first_read(index, step_.starts[row], step_.starts[row + 1]);
+        with_short_conv(m_, op, unit % groups, [&](auto group) { group.run(step_, row, first_read); });
+    }
+
     const Model& m_;
     const Step& step_;
     const Kept kept_;
     const int64_t first_, last_;
 };
 
-// In each recurrent layer: advances the state of a state slot by the first steps of a ring and stores it in a target
-// slot. jobs: [rows, 4] of (batch slot, state slot, target, steps).
+// In each recurrent layer, and each short convolution: advances the state of a state slot by the first steps of a ring
+// and stores it in a target slot. jobs: [rows, 4] of (batch slot, state slot, target, steps).
 class AdvanceJob : public Job {
   public:
     AdvanceJob(const Model& m, int64_t rows, const int64_t* jobs) : m_(m), rows_(rows), jobs_(jobs) {}
     int64_t phases() const override { return m_.count; }
-    int64_t units(int64_t phase) const override { return rows_ * groups_of(m_, m_.ops[phase]); }
+    int64_t units(int64_t phase) const override {
+        const Op& op = m_.ops[phase];
+        return rows_ * (op.code == SHORT_CONV ? short_conv_groups(op) : groups_of(m_, op));
+    }
     void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
         const Op& op = m_.ops[phase];
+        if (op.code == SHORT_CONV) {
+            const int64_t groups = short_conv_groups(op);
+            with_short_conv(m_, op, unit % groups, [&](auto group) { group.advance(jobs_ + unit / groups * 4); });
+            return;
+        }
         const int64_t groups = groups_of(m_, op);
         with_group(m_, op, unit % groups, scratch, [&](auto group) {
             advance_row(op, jobs_ + unit / groups * 4, group);

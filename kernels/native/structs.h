@@ -45,6 +45,7 @@ enum Code : int64_t {
     GATE = 16,
     DELTA = 17,
     KEEP = 18,
+    SHORT_CONV = 19,
 };
 // Where an operation's result goes; see Op.
 enum Target : int64_t { WIDE = 0, RESIDUAL = 1, LOGITS = 2, MID = 3, OPERAND = 4, STREAM = 5, INNER = 6 };
@@ -115,24 +116,26 @@ struct Op {
     // LINEAR: WIDE, RESIDUAL (added to x), STREAM (x itself), LOGITS or INNER: f(y) lies in `wide` as rows that a plain
     // weight multiplies, `width` numbers of `kind` each; a LINEAR with a width and another target multiplies such rows.
     // COMBINE: RESIDUAL or MID; GATHER: from WIDE or float OPERAND; EXPERTS: WIDE for the first product, RESIDUAL for
-    // the second; MAMBA, DELTA: MID, or OPERAND of a product of F32 or BF16
+    // the second; MAMBA, DELTA, SHORT_CONV: MID, or OPERAND of a product of F32 or BF16
     int64_t target;
     const float* norm;  // NORM, MAMBA, DELTA, NORM_PAIR: weight
-    // MAMBA, DELTA: [slots, taps - 1, channels], the last inputs of the convolution; elements between slots
+    // MAMBA, DELTA, SHORT_CONV: [slots, taps - 1, channels], the last inputs of the convolution; elements between slots
     void* windows;
     int64_t window_stride;
     // MAMBA, DELTA: [slots], each as in state_shape.h, or as torch operations store it: [heads, head, state] (DELTA:
     // [heads, key, value]); elements between slots
     void* states;
     int64_t state_stride;
-    // MAMBA, DELTA: [taps, channels], [channels] or null; then, of each head, A, D (null for DELTA) and the bias of dt
+    // MAMBA, DELTA, SHORT_CONV: [taps, channels], [channels] or null; then, of each head, A, D (null for DELTA) and the
+    // bias of dt
     const float *conv, *conv_bias, *a, *d, *dt_bias;
     // ATTENTION: [pages, 2, kv_heads, page, width]; elements between pages. EMBED: [vocab, hidden], unless the table is
     // `weight`
     void* kv;
     int64_t kv_stride;
-    // MAMBA, DELTA, or null: [batch slots, steps, channels + heads] (DELTA: two of each head), projected inputs since
-    // the state in a slot; elements between batch slots
+    // MAMBA, DELTA, SHORT_CONV, or null: [batch slots, steps, channels + heads] (DELTA: two of each head; SHORT_CONV:
+    // only channels), inputs since the state in a slot: as projected, or SHORT_CONV's products; elements between batch
+    // slots
     float* ring;
     int64_t ring_stride;
     const Experts* experts;           // from ROUTE to COMBINE
@@ -145,9 +148,10 @@ struct Op {
     float scale;
     const float* row_scale;  // LINEAR: [rows], or null: a further factor of each row
     int64_t column;          // LINEAR to WIDE: where its outputs begin
-    // Whether rows that become bytes are bfloat16 instead of float32 in between: as LINEAR stores them to INNER, MAMBA
-    // and DELTA to MID, and as ACTIVATE (from INNER, without f) and CONVERT (from MID) read them.
+    // Whether rows that become bytes are bfloat16 instead of float32 in between: as LINEAR stores them to INNER, MAMBA,
+    // DELTA and SHORT_CONV to MID, and as ACTIVATE (from INNER, without f) and CONVERT (from MID) read them.
     int64_t bf16_rows;
+    int64_t taps;  // SHORT_CONV: of the convolution, 2, 3 or 4
 };
 
 // A decoder: its operations, and the buffers between them, with a row for each token of a step.
@@ -185,8 +189,8 @@ struct Model {
 struct Step {
     int64_t tokens;
     int64_t rows;
-    // Row r is tokens [starts[r], starts[r + 1]). MAMBA, DELTA: its state slot, -1 for padding; and whether its state
-    // is that in the slot, or zeros.
+    // Row r is tokens [starts[r], starts[r + 1]). MAMBA, DELTA, SHORT_CONV: its state slot, -1 for padding; and whether
+    // its state is that in the slot, or zeros.
     const int64_t *starts, *slots, *initial;
     int64_t save_count;
     // [saves, 3]: (row, token, slot): the row's window and state before that token are also stored in that slot

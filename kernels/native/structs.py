@@ -72,6 +72,7 @@ class Code(IntEnum):
     GATE = 16
     DELTA = 17
     KEEP = 18
+    SHORT_CONV = 19
 
 
 class Form(IntEnum):
@@ -137,7 +138,7 @@ class Op(Structure):
         ("dt_bias", c_void_p), ("kv", c_void_p), ("kv_stride", c_int64), ("ring", c_void_p), ("ring_stride", c_int64),
         ("experts", c_void_p), ("delta", c_void_p), ("first_key", c_int64), ("attention", c_void_p),
         ("activation", c_int64), ("gated", c_int64), ("scale", c_float), ("row_scale", c_void_p),
-        ("column", c_int64), ("bf16_rows", c_int64),
+        ("column", c_int64), ("bf16_rows", c_int64), ("taps", c_int64),
     ]  # fmt: skip
 
 

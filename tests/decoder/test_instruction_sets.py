@@ -31,6 +31,7 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 MODELS: dict[str, DecoderConfig] = {
     "mamba": tiny_config("M-*EM*", num_nextn_predict_layers=1, ssm_state_size=64, n_groups=1),
     "delta": delta_config("G-*G", num_nextn_predict_layers=1),
+    "short": delta_config("S-*S", num_nextn_predict_layers=1),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "alone": {"max_seqs": 1},

@@ -1,5 +1,5 @@
-"""A compiled recurrent layer, Mamba-2 or the gated delta rule: the definition in float64, and the same bits however a
-row is divided and batched."""
+"""A compiled layer with memory in slots (Mamba-2, gated delta rule, short convolution): the definition in float64, and
+the same bits however a row is divided and batched."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from decoder.config import RING, DecoderConfig, DecoderOptions
 from decoder.layers.build import BuiltLayer
-from decoder.layers.descriptions import GatedDelta, Mamba2
+from decoder.layers.descriptions import GatedDelta, Mamba2, ShortConv
 from decoder.layers.gated_delta import GatedDeltaMixer
 from decoder.layers.mamba2 import Mamba2Mixer
+from decoder.layers.short_conv import ShortConvMixer
+from decoder.layers.spec import Layer as DecoderLayer
 from decoder.operations import Operations
 from kernels.native.structs import BLOCK_TOKENS, Form, Step
 
@@ -35,6 +37,12 @@ SHAPES = {
     "wide": {"ssm_state_size": 128, "mamba_head_dim": 16, "conv_kernel": 3},
     "odd": {"ssm_state_size": 20, "mamba_head_dim": 5, "mamba_num_heads": 6, "conv_kernel": 2, "use_conv_bias": False},
 }
+SHORT: dict[str, ShortConv] = {
+    "short": ShortConv(32),
+    "short-wide": ShortConv(300, 4, True),
+    "short-odd": ShortConv(37, 2),
+}
+MIXERS = {Mamba2: Mamba2Mixer, GatedDelta: GatedDeltaMixer, ShortConv: ShortConvMixer}
 SLOTS, TOKENS = 8, 160
 
 
@@ -42,7 +50,10 @@ class Layer:
     """One layer with its own pools, in which unwritten memory is NaN."""
 
     def __init__(self, shape: str, options: DecoderOptions) -> None:
-        if shape in DELTA:
+        if shape in SHORT:
+            layer = DecoderLayer((("mixer", SHORT[shape]),))
+            self.config = config = DecoderConfig(97, SHORT[shape].hidden_size, (layer,))
+        elif shape in DELTA:
             self.config = config = delta_config("G", DELTA[shape])
         else:
             self.config = config = tiny_config("M", **SHAPES[shape])  # type: ignore[arg-type]
@@ -50,19 +61,17 @@ class Layer:
         self.weights = {n.removeprefix(prefix): w for n, w in random_weights(config) if n.startswith(prefix)}
         weights = {name.removeprefix("mixer."): tensor.to(options.dtype) for name, tensor in self.weights.items()}
         [spec] = config.mixers
-        assert isinstance(spec, Mamba2 | GatedDelta)
+        assert isinstance(spec, Mamba2 | GatedDelta | ShortConv)
         self.windows = torch.empty(SLOTS, *spec.memory.window, dtype=options.dtype)
         memory = spec.memory
         size = memory.state_bytes(options.dtype.itemsize, options.state_dtype.itemsize, True)
-        self.room = torch.empty(SLOTS, size, dtype=torch.uint8)
+        self.room = torch.empty(SLOTS, max(size, 4), dtype=torch.uint8)  # a short convolution has no state
         numbers = self.room.view(options.state_dtype)
         self.states = numbers[:, : math.prod(memory.state)].unflatten(1, memory.state)
         """The states as torch operations see them; their contents have to be converted first (`memory`)."""
         self.ring = torch.empty(2, RING, spec.memory.inputs)
         given = (options, weights, self.windows, self.states, self.ring)
-        self.mixer: Any = (
-            Mamba2Mixer(spec, *given) if isinstance(spec, Mamba2) else GatedDeltaMixer(spec, *given)
-        )  # fmt: skip
+        self.mixer: Any = MIXERS[type(spec)](spec, *given)
         self.compiled = Operations(config, options, config.mixers)
         ops = self.compiled.layer(BuiltLayer(self.weights["norm.weight"], [self.mixer], 1.0))
         self.range = range(len(ops))
@@ -130,6 +139,8 @@ def exact(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
     """(what the layer adds, final state) by the definitions, float64."""
     if isinstance(layer.mixer, GatedDeltaMixer):
         return exact_delta(layer, x)
+    if isinstance(layer.mixer, ShortConvMixer):
+        return exact_short(layer, x), torch.empty(layer.mixer.spec.memory.state, dtype=torch.float64)
     config, mixer, eps = layer.mixer.spec, layer.mixer, layer.config.norm_eps
     weights = {name: tensor.double() for name, tensor in layer.weights.items()}
     x = x.double()
@@ -176,8 +187,21 @@ def exact_delta(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
     return (y.flatten(1) * torch.nn.functional.silu(z)) @ weights["out_proj.weight"].T, state
 
 
+def exact_short(layer: Layer, x: Tensor) -> Tensor:
+    weights = {name.removeprefix("mixer."): tensor.double() for name, tensor in layer.weights.items()}
+    x = x.double()
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + layer.config.norm_eps) * weights["norm.weight"]
+    before, after, inner = (normed @ weights["in_proj.weight"].T + weights.get("in_proj.bias", 0)).chunk(3, -1)
+    taps = weights["conv1d.weight"].shape[-1]
+    padded = torch.nn.functional.pad((before * inner).t()[None], (taps - 1, 0))
+    mixed = torch.nn.functional.conv1d(
+        padded, weights["conv1d.weight"], weights.get("conv1d.bias"), groups=x.shape[1]
+    )[0].t()  # fmt: skip
+    return (after * mixed) @ weights["out_proj.weight"].T + weights.get("out_proj.bias", 0)
+
+
 @pytest.mark.parametrize("tokens", [1, 31, 33, 100])
-@pytest.mark.parametrize("shape", [*SHAPES, *DELTA])
+@pytest.mark.parametrize("shape", [*SHAPES, *DELTA, *SHORT])
 def test_float32_is_the_definition(shape: str, tokens: int) -> None:
     layer = Layer(shape, DecoderOptions())
     x = inputs(layer.config, tokens)
@@ -185,7 +209,7 @@ def test_float32_is_the_definition(shape: str, tokens: int) -> None:
     added, state = exact(layer, x)
     torch.testing.assert_close(found.double(), added, rtol=1e-5, atol=1e-5 * added.abs().max().item())
     ours = layer.memory(3)[1].double()
-    torch.testing.assert_close(ours, state, rtol=1e-5, atol=1e-5 * state.abs().max().item())
+    torch.testing.assert_close(ours, state, rtol=1e-5, atol=1e-5 * max(state.abs().flatten().tolist(), default=0.0))
     assert layer.untouched(slot for slot in range(SLOTS) if slot != 3)
 
 
@@ -209,6 +233,9 @@ LAYERS = {
         ("delta-wide", "float32"),
         ("delta-odd", "bfloat16"),
         ("delta-odd", "int8"),
+        ("short", "bfloat16"),
+        ("short-wide", "float32"),
+        ("short-odd", "int8"),
         ("registers", "bfloat16-states16"),
         ("wide", "bfloat16-states16"),
         ("odd", "float32-states16"),
@@ -340,7 +367,7 @@ def test_states_are_converted_to_and_from_what_torch_operations_have(which: tupl
         torch.testing.assert_close(found, expected, rtol=error, atol=error * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("which", [("registers", "bfloat16"), ("delta", "bfloat16")], ids=str)
+@pytest.mark.parametrize("which", [("registers", "bfloat16"), ("delta", "bfloat16"), ("short", "bfloat16")], ids=str)
 def test_padding_touches_nothing(which: tuple[str, str]) -> None:
     layer = LAYERS[which]
     layer.forget()

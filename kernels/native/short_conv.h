@@ -1,0 +1,179 @@
+// The gated short convolution between its projections: one row and some of its channels.
+//
+// A token's row in `wide` has its first gates B, its second gates C and its inputs x, each with a number for every
+// channel. Outputs are C * convolution(B * x), without an activation. The window has the last products B * x.
+//
+// How a row is divided, and which code continues it, does not affect rounding.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+#include "numbers.h"
+#include "structs.h"
+
+namespace {
+
+constexpr int64_t SHORT_CHANNELS = 128;  // of a work unit
+
+inline int64_t short_conv_groups(const Op& op) { return (op.width + SHORT_CHANNELS - 1) / SHORT_CHANNELS; }
+
+// Up to 16 channels of a convolution with PAST + 1 taps, and their last inputs. An input is rounded to the window's
+// type T once it is no longer the newest.
+template <int PAST, typename T>
+class ShortTaps {
+  public:
+    ShortTaps(const Op& op, int64_t channel, Mask mask) : channels_(op.width), mask_(mask) {
+        for (int k = 0; k <= PAST; k++) weight_[k] = load16(op.conv + k * channels_ + channel, mask);
+        bias_ = op.conv_bias ? load16(op.conv_bias + channel, mask) : zero();
+    }
+    void load(const T* window) {  // null: zeros
+        for (int k = 0; k < PAST; k++) past_[k] = window ? load16(window + k * channels_, mask_) : zero();
+    }
+    void store(T* window) const {
+        for (int k = 0; k < PAST; k++) store16(window + k * channels_, mask_, past_[k]);
+    }
+    inline ALWAYS Floats output(Floats input) const {
+        Floats sum = fmadd(weight_[PAST], input, bias_);
+        for (int k = 0; k < PAST; k++) sum = fmadd(weight_[k], past_[k], sum);
+        return sum;
+    }
+    inline ALWAYS void take(Floats input) {
+        for (int k = 0; k + 1 < PAST; k++) past_[k] = past_[k + 1];
+        past_[PAST - 1] = kept16(static_cast<const T*>(nullptr), input);
+    }
+
+  private:
+    const int64_t channels_;
+    const Mask mask_;
+    Floats weight_[PAST + 1], bias_, past_[PAST];
+};
+
+template <typename T>
+class ShortConvGroup {
+  public:
+    ShortConvGroup(const Model& m, const Op& op, int64_t group)
+        : m_(m), op_(op), first_(group * SHORT_CHANNELS), last_(std::min(op.width, first_ + SHORT_CHANNELS)) {}
+
+    // One row of a step; outputs are computed only for tokens from `first_read` on. They are stored in `mid`, or as the
+    // next product's operand.
+    void run(const Step& step, int64_t row, int64_t first_read) const {
+        auto *mid = reinterpret_cast<uint16_t*>(m_.mid), *operand = static_cast<uint16_t*>(m_.operand);
+        if (op_.target == MID && op_.bf16_rows) run_to(step, row, first_read, mid, m_.mid_ld);
+        else if (op_.target == MID) run_to(step, row, first_read, m_.mid, m_.mid_ld);
+        else if (op_.kind == BF16) run_to(step, row, first_read, operand, m_.operand_ld);
+        else run_to(step, row, first_read, static_cast<float*>(m_.operand), m_.operand_ld);
+    }
+
+    // Stores the window in a slot, advanced by the first steps of a ring, in a target slot.
+    // job: [batch slot, slot, target slot, steps].
+    void advance(const int64_t* job) const {
+        const T* from = window(job[1] < 0 ? job[2] : job[1]);
+        T* to = window(job[2]);
+        each_part([&](auto taps, int64_t i) {
+            taps.load(from + i);
+            replay(taps, job[0], job[3], i);
+            taps.store(to + i);
+        });
+    }
+
+  private:
+    T* window(int64_t slot) const { return static_cast<T*>(op_.windows) + slot * op_.window_stride; }
+    float* ring(int64_t batch_slot) const { return op_.ring + batch_slot * op_.ring_stride; }
+
+    // visit(taps, channel) for every 16 channels.
+    template <typename F>
+    void each_part(F&& visit) const {
+        for (int64_t i = first_; i < last_; i += 16) {
+            const Mask mask = lanes(last_ - i);
+            if (op_.taps == 4) visit(ShortTaps<3, T>(op_, i, mask), i);
+            else if (op_.taps == 3) visit(ShortTaps<2, T>(op_, i, mask), i);
+            else visit(ShortTaps<1, T>(op_, i, mask), i);
+        }
+    }
+
+    // Takes in the first `count` steps of a batch slot's ring.
+    template <typename Taps>
+    void replay(Taps& taps, int64_t batch_slot, int64_t count, int64_t i) const {
+        const float* from = ring(batch_slot) + i;
+        for (int64_t t = 0; t < count; t++) taps.take(load16(from + t * op_.width, lanes(last_ - i)));
+    }
+
+    template <typename To>
+    void run_to(const Step& step, int64_t row, int64_t first_read, To* out, int64_t ld) const {
+        if (step.batch_slots && step.batch_slots[row] >= 0) run_on_ring(step, row, out, ld);
+        else run_in_slot(step, row, first_read, out, ld);
+    }
+
+    // A row whose tokens may be rejected: the ring's steps are applied to the slot, whose window then does not change;
+    // the row's inputs start the ring anew.
+    template <typename To>
+    void run_on_ring(const Step& step, int64_t row, To* out, int64_t ld) const {
+        const int64_t begin = step.starts[row], batch_slot = step.batch_slots[row];
+        T* const own = window(step.slots[row]);
+        each_part([&](auto taps, int64_t i) {
+            taps.load(own + i);
+            replay(taps, batch_slot, step.counts[row], i);
+            taps.store(own + i);
+            float* const kept = ring(batch_slot) + i;
+            take_tokens(taps, i, begin, step.starts[row + 1], begin, out + i, ld, [&](int64_t t, Floats input) ALWAYS {
+                store16(kept + (t - begin) * op_.width, lanes(last_ - i), input);
+            });
+        });
+    }
+
+    template <typename To>
+    void run_in_slot(const Step& step, int64_t row, int64_t first_read, To* out, int64_t ld) const {
+        // Slot -1 is padding: its window starts from zeros and is not kept.
+        const int64_t slot = step.slots[row], last = step.starts[row + 1];
+        const bool has_origin = step.origins && step.origins[row] >= 0;
+        const T* const from = slot < 0 || !step.initial[row] ? nullptr : window(has_origin ? step.origins[row] : slot);
+        const auto saves = saves_of(step, row);
+        each_part([&](auto taps, int64_t i) {
+            taps.load(from ? from + i : nullptr);
+            for (int64_t begin = step.starts[row]; begin < last;) {
+                int64_t end = last;
+                for (const int64_t* save = saves.first; save < saves.second; save += 3)
+                    if (save[0] == row && begin < save[1]) end = std::min(end, save[1]);
+                take_tokens(taps, i, begin, end, first_read, out + i, ld, [](int64_t, Floats) ALWAYS {});
+                for (const int64_t* save = saves.first; save < saves.second; save += 3)
+                    if (save[0] == row && save[1] == end) taps.store(window(save[2]) + i);
+                begin = end;
+            }
+            if (slot >= 0) taps.store(window(slot) + i);
+        });
+    }
+
+    // The part of a step's saves in which those of a row are.
+    static std::pair<const int64_t*, const int64_t*> saves_of(const Step& step, int64_t row) {
+        const int64_t *begin = step.saves, *end = step.saves + 3 * step.save_count;
+        while (begin < end && begin[0] != row) begin += 3;
+        while (begin < end && end[-3] != row) end -= 3;
+        return {begin, end};
+    }
+
+    // Takes in tokens [begin, end), and stores outputs of those from `first_read` on. visit(token, input) for each.
+    template <typename Taps, typename To, typename F>
+    inline ALWAYS void take_tokens(
+        Taps& taps, int64_t i, int64_t begin, int64_t end, int64_t first_read, To* out, int64_t ld, F&& visit
+    ) const {
+        const Mask mask = lanes(last_ - i);
+        for (int64_t t = begin; t < end; t++) {
+            const float *first = m_.wide + t * m_.ld + i, *second = first + op_.width, *x = second + op_.width;
+            // rows are too far apart for the processor's own prefetchers
+            prefetch_near(first + 16), prefetch_near(second + 16), prefetch_near(x + 16);
+            const Floats input = load16(first, mask) * load16(x, mask);
+            visit(t, input);
+            if (t >= first_read) store16(out + t * ld, mask, load16(second, mask) * taps.output(input));
+            taps.take(input);
+        }
+    }
+
+    const Model& m_;
+    const Op& op_;
+    const int64_t first_, last_;  // channels of the group
+};
+
+}  // namespace
