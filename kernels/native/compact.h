@@ -76,8 +76,7 @@ inline ALWAYS Words unpack_compact(const uint8_t* lines, int v, Words base) {
 class CompactNumbers {
   public:
     CompactNumbers(const Weight& w, int64_t panel, int64_t input)
-        : lines_(static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)),
-          base_(splat_half(int16_t(base_of(w, panel)))),
+        : lines_(panel_data(w, panel)), base_(splat_half(int16_t(base_of(w, panel)))),
           exceptions_{Exceptions(w, panel, input / 2), Exceptions(w, panel, input / 2)} {
         for (int i = 0; i < 2; i++) exception_[i] = exceptions_[i].pair();
     }
@@ -123,7 +122,7 @@ __attribute__((noinline)) void tile_compact(
     constexpr bool TOGETHER = KEPT && (R + 3) * V <= REGISTERS;
     const int64_t end = inputs.end / 2;
     int64_t i = inputs.begin / 2;
-    const uint8_t* lines = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w) + i * COMPACT_LINES * LINE;
+    const uint8_t* lines = panel_data(w, panel) + i * COMPACT_LINES * LINE;
     const Words base = splat_half(int16_t(base_of(w, panel)));
     Exceptions exceptions(w, panel, i);
     int64_t exception = exceptions.pair();
@@ -243,7 +242,7 @@ class CompactJob : public Job {
 
 // Row r of a panel, as numbers [k].
 inline void read_compact(const Weight& w, int64_t panel, int64_t r, float* to) {
-    const uint8_t* lines = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
+    const uint8_t* lines = panel_data(w, panel);
     for (int64_t i = 0; i < w.k; i++) {
         uint16_t words[COMPACT_LINES];
         const uint8_t* const place = lines + i / 2 * COMPACT_LINES * LINE + (2 * r + i % 2) % 32 * 2;

@@ -170,7 +170,7 @@ void tile_int4_bytes(
 ) {
     constexpr int V = bytes_beside(R);
     const int64_t groups = (w.k + w.group - 1) / w.group;
-    const uint8_t* const packed = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
+    const uint8_t* const packed = panel_data(w, panel);
     const auto run = [&](auto zeros) {
         constexpr bool ZEROS = decltype(zeros)::value;
         for (int first = 0; first < 4; first += V)

@@ -48,4 +48,10 @@ inline int64_t panel_bytes(const Weight& w) {
     return w.kpad * PANEL * 2 / (w.kind == BF16 ? 1 : w.kind == INT8 || w.kind == FP8 ? 2 : 4);
 }
 
+// Where a panel is stored. T: a type of one byte.
+template <class T = uint8_t>
+inline const T* panel_data(const Weight& w, int64_t panel) {
+    return static_cast<const T*>(w.data) + panel * panel_bytes(w);
+}
+
 }  // namespace

@@ -170,8 +170,7 @@ void word_tiles(
     }
     if (w.operand == SUMMED_BYTES) return int4_tiles<UNPACKED_VECTORS>(product, begin, end, panel, next);
 #if PAIR_PRODUCTS
-    const void* const columns = product.unpacked ? product.unpacked
-                                                 : static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
+    const void* const columns = product.unpacked ? product.unpacked : panel_data(w, panel);
     row_tiles<WordTiles<PairWords>>(
         product, begin, end, static_cast<const uint8_t*>(columns), panel, first, count, next
     );
@@ -184,7 +183,7 @@ void slice_tiles(
     int64_t first, int64_t count, const char* next
 ) {
     const Weight& w = *product.weight;
-    const char* const stored = static_cast<const char*>(w.data) + panel * panel_bytes(w);
+    const char* const stored = panel_data<char>(w, panel);
     const int64_t tile_count = division.tile_count,
                   inputs_each = (w.kind == INT8 || w.kind == INT4 ? 4 : 2) * PREFETCH_STEPS;
     alignas(64) float sums[MOST_SLICED_TILES * MOST_TILE_ROWS * PANEL];
@@ -224,7 +223,7 @@ void tiles(
         return amx_tiles(original, begin, end, panel, panel + 1, first, count, next);
 #endif
     if (w.operand == BYTES) {
-        const uint8_t* const columns = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
+        const uint8_t* const columns = panel_data(w, panel);
         return row_tiles<WordTiles<ByteWords>>(original, begin, end, columns, panel, first, count, next);
     }
     const Division division(w, end - begin);
@@ -289,7 +288,7 @@ const char* next_panel(const Product& product, const Units& units, int64_t unit)
     const Units next = unit < last ? units : Units(*weight, units.rows, units.threads);
     const int64_t panel = next.panel_of(unit < last ? unit + 1 : lane_begin(next.count, next.threads, lane));
     if (unit < last && panel == units.panel_of(unit)) return nullptr;
-    return static_cast<const char*>(weight->data) + panel * panel_bytes(*weight);
+    return panel_data<char>(*weight, panel);
 }
 
 // A unit for rows [begin, end).

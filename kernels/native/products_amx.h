@@ -77,7 +77,7 @@ template <class Dot, int V, class F>
 void with_columns(const Weight& w, int64_t panel, int64_t first, int64_t input, const F& f) {
     if constexpr (Dot::SIZE == 2 && V == 4)
         if (w.kind != BF16) return with_panel(w, panel, input, f);
-    PlainNumbers<Dot::SIZE> numbers(static_cast<const char*>(w.data) + panel * panel_bytes(w) + first * AMX_BYTES);
+    PlainNumbers<Dot::SIZE> numbers(panel_data<char>(w, panel) + first * AMX_BYTES);
     f(numbers);
 }
 
@@ -95,10 +95,7 @@ void one_tile(const Product& product, int64_t row, int64_t rows, int64_t panel, 
     Block::begin(a);
     if (Dot::SIZE == 1 || w.kind == BF16) {  // the processor's own prefetchers follow a panel that is read as it is
         Stream nothing;
-        Block::add(
-            a, 0, static_cast<const char*>(w.data) + panel * panel_bytes(w) + first * AMX_BYTES, 4 * PANEL, length,
-            nothing
-        );
+        Block::add(a, 0, panel_data<char>(w, panel) + first * AMX_BYTES, 4 * PANEL, length, nothing);
         Block::store(sums);
     } else if constexpr (Dot::SIZE == 2 && V == 4) {
         alignas(64) char cells[2 * AMX_ROWS * 4 * AMX_BYTES];
@@ -128,9 +125,7 @@ void sliced_panels(
     const int64_t each = panels_end - panel > 1 ? LONG_BYTES : length;
     float* const sums = thread_memory<Use::ROWS_OR_SUMS>(size * (panels_end - panel));
     // where panel p stores the inputs from byte `at` of the rows on
-    const auto stored = [&](int64_t p, int64_t at) {
-        return static_cast<const char*>(w.data) + p * panel_bytes(w) + panel_bytes(w) * at / length;
-    };
+    const auto stored = [&](int64_t p, int64_t at) { return panel_data<char>(w, p) + panel_bytes(w) * at / length; };
     for (int64_t at = 0; at < length; at += each)
         for (int64_t p = panel; p < panels_end; p++) {
             const Inputs inputs{at, std::min(length, at + each)};

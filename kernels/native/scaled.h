@@ -154,7 +154,7 @@ __attribute__((noinline)) void tile_packed(
 ) {
     const Numbers numbers;
     const int64_t step = Numbers::SPARSE && R <= 2 ? PREFETCHED_LINE_STEP * LINE : LINE;
-    const uint8_t* const data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
+    const uint8_t* const data = panel_data(w, panel);
     const int64_t groups = (w.kpad + w.group - 1) / w.group;
     const bool grouped = Numbers::KIND != NVFP4 && groups > 1;
     Floats sum[R][V];
@@ -230,8 +230,8 @@ template <class Numbers>
 class PackedNumbers {
   public:
     PackedNumbers(const Weight& w, int64_t panel, int64_t input)
-        : w_(w), panel_(panel), data_(static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)),
-          groups_((w.kpad + w.group - 1) / w.group), group_end_{input, input} {}
+        : w_(w), panel_(panel), data_(panel_data(w, panel)), groups_((w.kpad + w.group - 1) / w.group),
+          group_end_{input, input} {}
 
     // Prefetches as many lines as CHUNK inputs have, PREFETCH_BYTES bytes behind them.
     ALWAYS void fetch(int64_t input, int64_t) const {

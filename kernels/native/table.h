@@ -28,7 +28,7 @@ inline float e4m3_to_float(uint8_t v) {
 class PackedRow {
   public:
     PackedRow(const Weight& w, int64_t row) : w_(w), row_(row % PANEL), panel_(row / PANEL) {
-        data_ = static_cast<const uint8_t*>(w.data) + panel_ * panel_bytes(w);
+        data_ = panel_data(w, panel_);
     }
 
     void read(float* to) const {
