@@ -12,12 +12,17 @@ from decoder.operation_parts import OperationParts
 from kernels.native.structs import AttentionShape, Code, Op
 
 
-def attention_operations(of: OperationParts, norm: Tensor, mixer: AttentionMixer, scale: float) -> list[Op]:
+def attention_operations(of: OperationParts, norm: Tensor | None, mixer: AttentionMixer, scale: float) -> list[Op]:
     """Adds `scale` times the attention of the normalised rows to the residual stream."""
+    return [*of.projections(norm, mixer.qkv), *projected_attention(of, mixer, scale)]
+
+
+def projected_attention(of: OperationParts, mixer: AttentionMixer, scale: float, column: int = 0) -> list[Op]:
+    """Like `attention_operations`, but for rows whose projections are computed, from `column` of a row on."""
     last = of.packed(mixer.o_proj)
     spec, kv = mixer.spec, mixer.kv
-    address = ctypes.addressof(_shape(of, mixer))
-    ops = of.projections(norm, mixer.qkv)
+    address = ctypes.addressof(_shape(of, mixer, column))
+    ops = []
     if spec.rope is not None or spec.qk_norm is not None:
         ops.append(Op(Code.HEADS, attention=address))
     ops.append(Op(Code.ATTENTION, kv=kv.data_ptr(), kv_stride=kv.stride(0), attention=address))
@@ -25,12 +30,13 @@ def attention_operations(of: OperationParts, norm: Tensor, mixer: AttentionMixer
     return [*ops, of.residual(last, scale)]
 
 
-def _shape(of: OperationParts, mixer: AttentionMixer) -> AttentionShape:
+def _shape(of: OperationParts, mixer: AttentionMixer, column: int) -> AttentionShape:
     spec = mixer.spec
     q_norm, k_norm = mixer.norms or (None, None)
     shape = AttentionShape(
         spec.num_attention_heads, spec.kv_heads, spec.head_dim, spec.multiplier, spec.qk_norm or 0.0,
-        of.pointer(q_norm), of.pointer(k_norm),
+        of.pointer(q_norm), of.pointer(k_norm), column=column,
+        norm_whole=spec.qk_norm_whole,
     )  # fmt: skip
     if spec.rope is not None:
         axes = torch.tensor(spec.rope.axes or (0,) * (spec.rope.dims // 2), dtype=torch.int64)

@@ -30,7 +30,7 @@ def _first(operations: OperationParts, mlp: AnyMlp) -> tuple[Packed, Activation,
 
 
 def mlp_operations(
-    operations: OperationParts, norm: Tensor, mlp: AnyMlp, scale: float, row_scale: int | None = None
+    operations: OperationParts, norm: Tensor | None, mlp: AnyMlp, scale: float, row_scale: int | None = None
 ) -> list[Op]:
     """Adds the MLP of the normalised rows to the residual stream, multiplied by `scale` and, if given, by each row's
     factor at the address `row_scale`.

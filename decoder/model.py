@@ -23,7 +23,7 @@ from decoder.native import native_step
 from decoder.trunk import Trunk
 from kernels.host_memory import kept_copy
 from kernels.linear import Quantised, Stack, check_fp8_products, check_int8_products
-from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rms_norm import rms_norm
 from kernels.transfer import upload
 
 
@@ -106,12 +106,9 @@ class HybridModel:
             self.native.leave(batch)
         if self.config.residual_in_fp32:
             x_TD = x_TD.float()
-        eps, dtype = self.config.norm_eps, self.options.dtype
         delta = None
         for layer in self.layers:
-            given = (layer.norm, eps, dtype)
-            normed = rms_norm(x_TD, *given) if delta is None else add_rms_norm(x_TD, delta, *given)
-            delta = layer(normed, batch)
+            delta = layer(layer.rows(x_TD, delta, self.options.dtype), batch)
         if delta is not None:
             x_TD += delta
         return x_TD

@@ -31,7 +31,6 @@ from kernels.dispatch import implementation
 from kernels.linear import Quantised
 from kernels.native import NativeUnavailable
 from kernels.native.structs import Code, Form, Kind, Op, Step, Target
-from kernels.rms_norm import rms_norm
 
 log = logging.getLogger(__name__)
 
@@ -269,7 +268,7 @@ class NativeStep(Operations):
 
     def _follow(self, plan: Plan, step: Step, batch: Batch, *, scored: bool) -> None:
         """Runs a plan, and after it, if the step is `scored`, the operations that compute logits."""
-        x, eps, dtype = self.x[: step.tokens], self.config.norm_eps, self.options.dtype
+        x, dtype = self.x[: step.tokens], self.options.dtype
         for ops, layer in plan:
             if layer is None and scored:
                 ops = range(ops.start, self._head.stop)
@@ -279,7 +278,7 @@ class NativeStep(Operations):
                 for block in x.split(MAX_ROUTED):
                     self._run_on(block, layer.ops, Step(tokens=block.shape[0]))
             elif layer is not None:
-                x += layer.built(rms_norm(x, layer.built.norm, eps, dtype), batch)
+                x += layer.built(layer.built.rows(x, None, dtype), batch)
 
     def single(self, rows: Singles, table_SW: Tensor | None) -> Tensor:
         """`layers` and `logits` for at most `max_singles` rows of one token, including the embedding, in one call.

@@ -46,11 +46,14 @@ class OperationParts:
             packed = Packed(linear.weight, linear.bias)
         return self.keep(packed)
 
-    def projections(self, norm: Tensor, linear: Linear | LinearParts) -> list[Op]:
-        """Norms, and the products of the normalised rows with one or several weights, each with its form of rows."""
+    def projections(self, norm: Tensor | None, *linears: Linear | LinearParts) -> list[Op]:
+        """Norms, and the products of the normalised rows with one or several weights, each with its form of rows. The
+        outputs of all are side by side. `norm`: None for rows that are not normalised."""
         ops: list[Op] = []
         column, form = 0, None
-        for part in linear.parts if isinstance(linear, LinearParts) else (linear,):
+        for part in (
+            part for linear in linears for part in (linear.parts if isinstance(linear, LinearParts) else (linear,))
+        ):
             packed = self.packed(part)
             if packed.kind != form:
                 ops.append(self.norm(norm, packed))
@@ -76,7 +79,7 @@ class OperationParts:
         self._kept.append(tensor)
         return tensor.data_ptr()
 
-    def norm(self, weight: Tensor, before: Packed) -> Op:
+    def norm(self, weight: Tensor | None, before: Packed) -> Op:
         return Op(Code.NORM, before.kind, before.k, norm=self.pointer(weight))
 
     def linear(self, packed: Packed, target: Target) -> Op:

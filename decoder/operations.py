@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from decoder.attention_operations import attention_operations
+from decoder.attention_operations import attention_operations, projected_attention
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.feed_forward_operations import experts_operations, mlp_operations
 from decoder.layers.attention import AttentionMixer
@@ -31,7 +31,7 @@ from kernels.host_memory import buffer_memory
 from kernels.linear.packed import operand_elements
 from kernels.native import NativeUnavailable, library
 from kernels.native.state_blocks import StateShape
-from kernels.native.structs import Code, Form, Model, Op, Step, Target, Weight
+from kernels.native.structs import Code, Form, Kind, Model, Op, Step, Target, Weight
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Operations(OperationParts):
         padded = (-(-elements // 32) | 1) * 32  # an odd number of cache lines: neighbouring rows are in different sets
         picks = min(max_tokens, MAX_ROUTED) * self._picked_by_token
         self.x, self._scales = _floats(max_tokens, config.hidden_size), torch.empty(max_tokens)
-        middle = max((op.width for op in body if op.code in (Code.CONVERT, Code.GATE)), default=0)
+        middle = max((op.width for op in body if op.code in (Code.CONVERT, Code.GATE, Code.ADD_NORM)), default=0)
         middle = -(-middle // 16) * 16
         self.wide, self._mid = _floats(max_tokens, widest), _floats(max_tokens, middle)
         self.operand = _floats(max_tokens, padded)
@@ -128,21 +128,37 @@ class Operations(OperationParts):
             return []
 
     def _layer(self, layer: BuiltLayer) -> list[Op]:
-        norm, scale = layer.norm, layer.residual_scale
+        norm, scales = layer.norm, [layer.residual_scale * scale for scale in layer.scales]
+        if layer.norm_after:
+            return self._normed_after(layer)
         match layer.mixers:
             case [mixer] if isinstance(mixer, Recurrence):
-                return self._recurrent(norm, mixer, scale)
+                return self._recurrent(norm, mixer, scales[0])
             case [mixer]:
-                return self.mixer(norm, mixer, scale)
-            case [ExpertsMixer(shared=None) as mixer, MlpMixer() | GatedMlpMixer() as beside]:
-                return experts_operations(self, norm, mixer, beside, scale)
+                return self.mixer(norm, mixer, scales[0])
+            case [mixer, AttentionMixer() as beside] if isinstance(mixer, Recurrence):
+                return self._recurrent(norm, mixer, scales[0], (beside, scales[1]))
+            case [ExpertsMixer(shared=None) as mixer, MlpMixer() | GatedMlpMixer() as beside] if scales[0] == scales[1]:
+                return experts_operations(self, norm, mixer, beside, scales[0])
             case _:
                 return []
 
-    def mixer(self, norm: Tensor, mixer: Mixer, scale: float = 1.0) -> list[Op]:
+    def _normed_after(self, layer: BuiltLayer) -> list[Op]:
+        """The operations of a layer with a norm of its output; empty but for one attention or MLP."""
+        match layer.mixers:
+            case [AttentionMixer() | MlpMixer() | GatedMlpMixer() as mixer] if layer.scales == (1.0,):
+                *ops, last = self.mixer(None, mixer)
+            case _:
+                return []
+        assert last.code == Code.LINEAR and last.target == Target.RESIDUAL
+        last.target = Target.MID
+        width, norm = self.config.hidden_size, self.pointer(layer.norm)
+        return [*ops, last, Op(Code.ADD_NORM, Kind.F32, width, norm=norm, scale=layer.residual_scale)]
+
+    def mixer(self, norm: Tensor | None, mixer: Mixer, scale: float = 1.0) -> list[Op]:
         """The operations of a mixer without a state, which add `scale` times its output."""
         match mixer:
-            case ExpertsMixer():
+            case ExpertsMixer() if norm is not None:
                 return experts_operations(self, norm, mixer, None, scale)
             case AttentionMixer():
                 return attention_operations(self, norm, mixer, scale)
@@ -151,7 +167,11 @@ class Operations(OperationParts):
             case _:
                 return []
 
-    def _recurrent(self, norm: Tensor, mixer: Recurrence, scale: float) -> list[Op]:
+    def _recurrent(
+        self, norm: Tensor, mixer: Recurrence, scale: float, beside: tuple[AttentionMixer, float] | None = None
+    ) -> list[Op]:
+        """The operations of a recurrent mixer, and of attention `beside` it with its scale. The inputs of both are
+        projected first, because adding an output changes the residual stream that they are made from."""
         if mixer.spec.conv_kernel > MAX_TAPS:
             return []
         if isinstance(mixer, Mamba2Mixer) and (mixer.spec, mixer.spec.norm_eps) != (self.mamba, self.config.norm_eps):
@@ -161,7 +181,13 @@ class Operations(OperationParts):
         self.keep(shape)
         if (blocks := mixer.spec.memory.blocks) is not None:
             self._state_shapes[middle[0].states] = blocks
-        return [*self.projections(norm, mixer.in_proj), *middle, self.residual(last, scale)]
+        ops = [*middle, self.residual(last, scale)]
+        if beside is None:
+            return [*self.projections(norm, mixer.in_proj), *ops]
+        attention, attention_scale = beside
+        inputs = self.projections(norm, mixer.in_proj, attention.qkv)
+        column = inputs[-1].column + inputs[-1].weight.n - attention.spec.projected
+        return [*inputs, *ops, *projected_attention(self, attention, attention_scale, column)]
 
 
 def _floats(*shape: int) -> Tensor:

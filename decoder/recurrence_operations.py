@@ -56,7 +56,7 @@ def _mixer_operation(
         terms = (own.conv_WC, None, own.A_H, None, own.dt_bias_H)
         shape = DeltaShape(
             spec.num_key_heads, spec.num_value_heads, spec.key_head_dim, spec.value_head_dim, spec.conv_kernel,
-            spec.norm_eps,
+            spec.norm_eps, spec.beta_scale,
         )  # fmt: skip
     op = Op(
         code, after.kind, after.k, Weight(), target, pointer(norm),
@@ -66,6 +66,8 @@ def _mixer_operation(
     )  # fmt: skip
     if shape is not None:
         op.delta = ctypes.addressof(shape)
+    if isinstance(mixer, Mamba2Mixer):
+        op.scale, op.norm_first = mixer.gate_scale, mixer.spec.gated_norm == "norm_first"
     if code == Code.SHORT_CONV:
         op.taps = mixer.spec.conv_kernel
     return op, shape

@@ -165,6 +165,8 @@ class Target(NamedTuple):
     """Number of equal groups of rows, each of which contains all parts: for example one group per head."""
     offset: float = 0.0
     """Added to every element in float32, for norms that store their weight minus 1. Not for quantised matrices."""
+    factor: float = 1.0
+    """Every element is multiplied by this in float32, before `offset` is added. Not for quantised matrices."""
 
     @property
     def taken(self) -> tuple[tuple[int, int], ...]:

@@ -163,18 +163,21 @@ def layer_kinds(kinds: object, layers: int, field: str) -> list[str]:
     return [known[kind] for kind in kinds]
 
 
-def mamba2(text: Mapping[str, Any], hidden_size: int, norm_eps: float) -> Mamba2:
-    """Reads the fields `mamba_*` and `time_step_limit`. Raises CheckpointError."""
+def mamba2(
+    text: Mapping[str, Any], hidden_size: int, norm_eps: float, *, inner: int | None = None, **others: Any
+) -> Mamba2:
+    """Reads the fields `mamba_*` and `time_step_limit`. `inner`: channels of all heads, of models with `mamba_d_ssm`;
+    None: `mamba_expand` times the hidden size. `others`: further fields of the description. Raises CheckpointError."""
     heads, expand = count(text, "mamba_n_heads", 128), count(text, "mamba_expand", 2)
     width = first(text, "mamba_d_head", default="auto")
-    if (expand * hidden_size) % heads:
-        raise CheckpointError(
-            f"config.json: mamba_n_heads {heads} does not divide {expand} x hidden_size {hidden_size}"
-        )
-    each = expand * hidden_size // heads
+    size = f"{expand} x hidden_size {hidden_size}" if inner is None else f"mamba_d_ssm {inner}"
+    inner = expand * hidden_size if inner is None else inner
+    if inner % heads:
+        raise CheckpointError(f"config.json: mamba_n_heads {heads} does not divide {size}")
+    each = inner // heads
     if width not in ("auto", each):
         raise CheckpointError(
-            f"config.json: mamba_d_head is {width}, and mamba_expand and mamba_n_heads make it {each}"
+            f"config.json: mamba_d_head is {width}, and mamba_n_heads {heads} and {size} make it {each}"
         )
     return Mamba2(
         hidden_size=hidden_size,
@@ -188,6 +191,7 @@ def mamba2(text: Mapping[str, Any], hidden_size: int, norm_eps: float) -> Mamba2
         use_conv_bias=flag(text, "mamba_conv_bias", True, null=False),  # as in transformers
         use_bias=flag(text, "mamba_proj_bias"),
         norm_eps=norm_eps,
+        **others,
     )
 
 

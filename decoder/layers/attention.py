@@ -24,6 +24,7 @@ from decoder.layers.linear import float_vector, fused_linear, named_linear
 from decoder.layers.spec import Weights
 from kernels.gates import sigmoid_gate
 from kernels.paged_attention import decode_attention, extend_attention, write_kv
+from kernels.rms_norm import rms_norm
 from kernels.rotary import norm_rotate, rope_table
 
 
@@ -53,7 +54,7 @@ class AttentionMixer:
         self.qkv = fused_linear([weights[f"{name}.weight"] for name in names], bias, options)
         """Includes the gate if the layer has one."""
         self.norms: tuple[Tensor, Tensor] | None = None
-        """Norm weights of queries and keys, `[P]` float32 each."""
+        """Norm weights of queries and keys, `[P]` float32 each, or `[H * P]` and `[K * P]`."""
         if spec.qk_norm is not None:
             q_norm, k_norm = (float_vector(weights, f"{name}_norm.weight", options) for name in "qk")
             self.norms = q_norm, k_norm
@@ -64,9 +65,14 @@ class AttentionMixer:
         tokens, heads, kv_heads = x_TD.shape[0], self.heads, self.kv_heads
         projected = self.qkv(x_TD).view(tokens, -1, self.width)
         q, k, v, gate = projected.split([heads, kv_heads, kv_heads, heads * self.spec.gate], dim=1)
-        if self.norms is not None or self.table is not None:
-            both, eps = projected[:, : heads + kv_heads], self.spec.qk_norm or 0.0
-            turned = norm_rotate(both, heads, self.norms, eps, self.table, positions_TA, self.axes)
+        norms, eps = self.norms, self.spec.qk_norm or 0.0
+        both = projected[:, : heads + kv_heads]
+        if norms is not None and self.spec.qk_norm_whole:
+            parts = zip((q, k), norms, strict=True)
+            q, k = (rms_norm(part.flatten(1), weight, eps).view(part.shape) for part, weight in parts)
+            norms, both = None, torch.cat((q, k), dim=1)
+        if norms is not None or self.table is not None:
+            turned = norm_rotate(both, heads, norms, eps, self.table, positions_TA, self.axes)
             q, k = turned.split([heads, kv_heads], dim=1)
         return Projected(q, k, v, gate.reshape(tokens, -1) if self.spec.gate else None)
 

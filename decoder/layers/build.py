@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from decoder.arena import Arena
@@ -20,6 +21,7 @@ from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.layers.mlp import mlp_of
 from decoder.layers.short_conv import ShortConvMixer
 from decoder.layers.spec import MixerSpec, Weights, weights_below
+from kernels.rms_norm import add_rms_norm, rms_norm
 
 Mixer = Callable[[Tensor, Batch], Tensor]
 """Maps normalised rows `[T, d]` of a batch to what is added to the residual stream; updates its memory in place."""
@@ -36,15 +38,33 @@ class Recurrent(Protocol):
 class BuiltLayer:
     """The norm and mixers of one layer."""
 
-    def __init__(self, norm: Tensor, mixers: list[Mixer], residual_scale: float) -> None:
-        self.norm, self.mixers, self.residual_scale = norm, mixers, residual_scale
+    def __init__(
+        self, norm: Tensor, mixers: list[Mixer], eps: float, residual_scale: float = 1.0,
+        scales: tuple[float, ...] = (), norm_after: bool = False,
+    ) -> None:  # fmt: skip
+        self.norm, self.mixers, self.eps, self.residual_scale = norm, mixers, eps, residual_scale
+        self.scales, self.norm_after = scales or (1.0,) * len(mixers), norm_after
+
+    def rows(self, x_TD: Tensor, delta_TD: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Adds `delta` to the residual stream x in place. Returns what the mixers read, `[T, d]` in `dtype`."""
+        if not self.norm_after:
+            given = (self.norm, self.eps, dtype)
+            return rms_norm(x_TD, *given) if delta_TD is None else add_rms_norm(x_TD, delta_TD, *given)
+        if delta_TD is not None:
+            x_TD += delta_TD
+        return x_TD.to(dtype)
 
     def __call__(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        """What the layer adds to the residual stream, `[T, d]`, before scaling."""
-        delta = self.mixers[0](x_TD, batch)
-        for mixer in self.mixers[1:]:
-            delta = delta + mixer(x_TD, batch)
-        return delta if self.residual_scale == 1.0 else delta * self.residual_scale
+        """What the layer adds to the residual stream, `[T, d]`, for the result of `rows`."""
+        parts = zip(self.mixers, self.scales, strict=True)
+        delta, *rest = (_scaled(mixer(x_TD, batch), scale) for mixer, scale in parts)
+        for other in rest:
+            delta = delta + other
+        return _scaled(rms_norm(delta, self.norm, self.eps) if self.norm_after else delta, self.residual_scale)
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale
 
 
 def build_layers(
@@ -62,7 +82,9 @@ def build_layers(
         mixers = [
             build_mixer(spec, options, weights_below(weights, f"{name}."), slots, pages) for name, spec in layer.mixers
         ]
-        layers.append(BuiltLayer(float_vector(weights, "norm.weight", options), mixers, layer.residual_scale))
+        norm = float_vector(weights, "norm.weight", options)
+        how = (config.norm_eps, layer.residual_scale, layer.scales, layer.norm_after)
+        layers.append(BuiltLayer(norm, mixers, *how))
         del weights  # frees them before the next layer's weights are read
     return layers
 

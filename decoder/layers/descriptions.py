@@ -161,6 +161,8 @@ class Attention:
     """Whether each head's output is multiplied by the sigmoid of a further projection of the input."""
     qk_norm: float | None = None
     """Epsilon of the RMS norms over each head of queries and keys before rotation; `None`: no norms."""
+    qk_norm_whole: bool = False
+    """Whether these norms are over all heads of a token together."""
 
     def __post_init__(self) -> None:
         positive(self, "num_attention_heads", "kv_heads", "head_dim")
@@ -188,8 +190,13 @@ class Attention:
         return PageSpec(self.kv_heads, self.head_dim)
 
     @property
+    def projected(self) -> int:
+        """Outputs of all input projections together."""
+        return ((1 + self.gate) * self.num_attention_heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
     def activations(self) -> int:
-        return ((3 + self.gate) * self.num_attention_heads + 2 * self.kv_heads) * self.head_dim
+        return self.projected + 2 * self.num_attention_heads * self.head_dim
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -209,7 +216,9 @@ class Attention:
         if self.gate:
             found |= {"gate_proj.weight": (q, d)} | ({"gate_proj.bias": (q,)} if self.attention_bias else {})
         if self.qk_norm is not None:
-            found |= {"q_norm.weight": (self.head_dim,), "k_norm.weight": (self.head_dim,)}
+            whole = self.qk_norm_whole
+            found |= {"q_norm.weight": (q if whole else self.head_dim,)}
+            found |= {"k_norm.weight": (kv if whole else self.head_dim,)}
         return found
 
     def optional_weights(self) -> frozenset[str]:
@@ -233,6 +242,12 @@ class Mamba2:
     use_conv_bias: bool = True
     use_bias: bool = False
     """Whether the input and output projections have biases."""
+    use_out_bias: bool | None = None
+    """Whether the output projection has a bias; `None`: as `use_bias`."""
+    gated_norm: Literal["gate_first", "norm_first", "gate_only"] = "gate_first"
+    """How the output of the recurrence is gated and normalised, in groups; `gate_only`: not normalised."""
+    scales: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
+    """Factors of parts of the input projection, bias included: the gate, x, B and C."""
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
@@ -250,6 +265,10 @@ class Mamba2:
         )
         low, high = self.time_step_limit
         require(0 <= low <= high, f"time_step_limit must be two rising bounds of at least 0, not {low} and {high}")
+        require(
+            len(self.scales) == 4 and all(0 < scale < float("inf") for scale in self.scales),
+            f"scales must be four finite numbers above 0, not {self.scales}",
+        )
 
     @property
     def inner(self) -> int:
@@ -280,13 +299,16 @@ class Mamba2:
             "A_log": (heads,),
             "D": (heads,),
             "dt_bias": (heads,),
-            "norm.weight": (inner,),
-            "out_proj.weight": (d, inner),
         }
+        if self.gated_norm != "gate_only":
+            found["norm.weight"] = (inner,)
+        found["out_proj.weight"] = (d, inner)
         if self.use_conv_bias:
             found["conv1d.bias"] = (conv,)
         if self.use_bias:
-            found |= {"in_proj.bias": (inner + conv + heads,), "out_proj.bias": (d,)}
+            found["in_proj.bias"] = (inner + conv + heads,)
+        if self.use_bias if self.use_out_bias is None else self.use_out_bias:
+            found["out_proj.bias"] = (d,)
         return found
 
     def optional_weights(self) -> frozenset[str]:
@@ -307,6 +329,10 @@ class GatedDelta:
     chunk_size: int = 64
     """Tokens per chunk of the scan; a power of two. It affects rounding only."""
     norm_eps: float = 1e-6
+    beta_scale: float = 1.0
+    """Factor of beta, the weight of a token's change: above 1, the state's transition has negative eigenvalues."""
+    separate: bool = False
+    """Whether queries, keys and values have their own projections and convolutions in checkpoints."""
 
     def __post_init__(self) -> None:
         positive(
@@ -321,6 +347,16 @@ class GatedDelta:
             self.chunk_size & (self.chunk_size - 1) == 0, f"chunk_size must be a power of two, not {self.chunk_size}"
         )
         require(self.norm_eps > 0, f"norm_eps must be above 0, not {self.norm_eps}")
+        require(0 < self.beta_scale <= 2, f"beta_scale must be above 0 and at most 2, not {self.beta_scale}")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the input projections of the convolution, in `in_proj_{name}`."""
+        return ("q", "k", "v") if self.separate else ("qkv",)
+
+    @property
+    def convolutions(self) -> tuple[str, ...]:
+        return ("q_conv1d", "k_conv1d", "v_conv1d") if self.separate else ("conv1d",)
 
     @property
     def keys(self) -> int:
@@ -350,12 +386,16 @@ class GatedDelta:
 
     def weights(self) -> dict[str, tuple[int, ...]]:
         d, heads = self.hidden_size, self.num_value_heads
+        channels = (self.keys, self.keys, self.values) if self.separate else (self.conv_dim,)
+        projections = {f"in_proj_{name}.weight": (n, d) for name, n in zip(self.inputs, channels, strict=True)}
+        taps = self.conv_kernel
+        convolutions = {f"{name}.weight": (n, 1, taps) for name, n in zip(self.convolutions, channels, strict=True)}
         return {
-            "in_proj_qkv.weight": (self.conv_dim, d),
+            **projections,
             "in_proj_z.weight": (self.values, d),
             "in_proj_b.weight": (heads, d),
             "in_proj_a.weight": (heads, d),
-            "conv1d.weight": (self.conv_dim, 1, self.conv_kernel),
+            **convolutions,
             "A_log": (heads,),
             "dt_bias": (heads,),
             "norm.weight": (self.value_head_dim,),

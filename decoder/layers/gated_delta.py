@@ -40,18 +40,20 @@ class GatedDeltaMixer:
         ring_SLX: Tensor,
     ) -> None:
         self.spec, self.windows, self.states, self.ring = spec, windows_SWC, states_SHKV, ring_SLX
-        parts = [weights[f"in_proj_{name}.weight"] for name in ("z", "qkv", "b", "a")]
+        parts = [weights[f"in_proj_{name}.weight"] for name in ("z", *spec.inputs, "b", "a")]
         # b and a have one output per head, and the whole state depends on them: published checkpoints keep them plain.
         self.in_proj = fused_linear(parts, None, options, kept=2)
         self.out_proj = named_linear(weights, "out_proj", options)
         heads = spec.num_value_heads
         self.sizes = [spec.values, spec.conv_dim, heads, heads]
+        taps = [float_vector(weights, f"{name}.weight", options) for name in spec.convolutions]
         self.terms = DeltaTerms(
-            float_vector(weights, "conv1d.weight", options)[:, 0].t().contiguous(),
+            torch.cat(taps)[:, 0].t().contiguous(),
             -torch.exp(float_vector(weights, "A_log", options)),
             float_vector(weights, "dt_bias", options),
             spec.num_key_heads,
             spec.key_head_dim,
+            spec.beta_scale,
         )
         self.norm_weight = float_vector(weights, "norm.weight", options).repeat(heads)
         """`[H * V]`: one weight vector, repeated for each head."""
@@ -77,7 +79,7 @@ class GatedDeltaMixer:
         terms, runs = self.terms, batch.slot_runs
         mixed = causal_conv1d_update(conv_in, terms.conv_WC, None, self.windows, batch.slots_U, runs)
         given = (*terms.split(mixed), b, a, terms.A_H, terms.dt_bias_H)
-        return gated_delta_update(self.states, batch.slots_U, *given, runs).flatten(1)
+        return gated_delta_update(self.states, batch.slots_U, *given, runs, terms.beta_scale).flatten(1)
 
     def verify(self, inputs_NX: Tensor, rows: VerifyTensors) -> Tensor:
         """Rows of tokens that may be rejected: writes a state per token, or keeps the inputs in the ring."""
@@ -96,7 +98,7 @@ class GatedDeltaMixer:
         terms, where = self.terms, (rows.slots_VT, rows.accepted_V, rows.lengths_V)
         mixed = causal_conv1d_tokens(conv_in, terms.conv_WC, None, self.windows, *where)
         given = (*terms.split(mixed), b, a, terms.A_H, terms.dt_bias_H)
-        return gated_delta_tokens(self.states, *where, *given).flatten(2)
+        return gated_delta_tokens(self.states, *where, *given, terms.beta_scale).flatten(2)
 
     def scan(self, inputs_TX: Tensor, batch: Batch) -> Tensor:
         """Rows of several tokens, from the state in their slot or from zero; saves the requested checkpoints."""
@@ -105,7 +107,7 @@ class GatedDeltaMixer:
         conv_in, b, a = inputs_TX.split(self.sizes[1:], -1)
         terms, rows, kept = self.terms, (scan.slots_R, scan.initial_R), (scan.window_saves, scan.tables)
         mixed = causal_conv1d(conv_in, terms.conv_WC, None, self.windows, *rows, scan.starts_R, *kept)
-        given = (*terms.split(mixed), *delta_gates(b, a, terms.A_H, terms.dt_bias_H))
+        given = (*terms.split(mixed), *delta_gates(b, a, terms.A_H, terms.dt_bias_H, terms.beta_scale))
         y = gated_delta_scan(self.states, *rows, *given, scan.chunks, scan.state_saves, scan.tables)
         return y.flatten(1)
 

@@ -37,12 +37,17 @@ class Mamba2Mixer:
         self.spec, self.windows, self.states, self.ring = spec, windows_SWC, states_SHPN, ring_SLX
         self.in_proj = named_linear(weights, "in_proj", options)
         self.out_proj = named_linear(weights, "out_proj", options)
-        self.conv_WC = float_vector(weights, "conv1d.weight", options)[:, 0].t().contiguous()
+        bc = spec.n_groups * spec.ssm_state_size
+        self.gate_scale, *scales = spec.scales
+        # The convolution is linear, so the factors of its inputs are in its weights, which are float32.
+        scale_C = torch.tensor(scales).repeat_interleave(torch.tensor([spec.inner, bc, bc])).to(options.device)
+        self.conv_WC = (float_vector(weights, "conv1d.weight", options)[:, 0].t() * scale_C).contiguous()
         self.conv_bias_C = float_vector(weights, "conv1d.bias", options) if spec.use_conv_bias else None
         self.A_H = -torch.exp(float_vector(weights, "A_log", options))
         self.D_H = float_vector(weights, "D", options)
         self.dt_bias_H = float_vector(weights, "dt_bias", options)
-        self.norm_weight = float_vector(weights, "norm.weight", options)
+        has_norm = spec.gated_norm != "gate_only"
+        self.norm_weight = float_vector(weights, "norm.weight", options) if has_norm else None
         self.sizes = [spec.inner, spec.conv_dim, spec.mamba_num_heads]
         self.terms = MambaTerms(
             self.conv_WC, self.conv_bias_C, self.A_H, self.D_H, self.dt_bias_H, spec.n_groups, spec.ssm_state_size,
@@ -62,7 +67,11 @@ class Mamba2Mixer:
             parts.append(self.scan(conv_in[queries:], dt[queries:], batch))
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         group = self.spec.inner // self.spec.n_groups
-        return self.out_proj(gated_norm(y, gate, self.norm_weight, group, self.spec.norm_eps))
+        normed = gated_norm(
+            y, gate, self.norm_weight, group, self.spec.norm_eps, norm_first=self.spec.gated_norm == "norm_first",
+            gate_scale=self.gate_scale,
+        )  # fmt: skip
+        return self.out_proj(normed)
 
     def _split(self, mixed_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         spec, tokens = self.spec, mixed_TC.shape[0]

@@ -82,7 +82,9 @@ class MixerSpec(Protocol):
 
 @dataclass(frozen=True)
 class Layer:
-    """`x += residual_scale * sum(mixer(rms_norm(x)) for mixer in mixers)`.
+    """`x += residual_scale * sum(scale * mixer(rms_norm(x)) for mixer, scale in zip(mixers, scales))`.
+
+    With `norm_after`: `x += residual_scale * rms_norm(sum(scale * mixer(x) ...))`.
 
     Its weights are named `norm.weight` and `{name}.{weight of the mixer}`.
     """
@@ -90,6 +92,15 @@ class Layer:
     mixers: tuple[tuple[str, MixerSpec], ...]
     """(name, mixer) pairs."""
     residual_scale: float = 1.0
+    scales: tuple[float, ...] = ()
+    """A factor for each mixer's output, besides `residual_scale`; empty: 1 for all."""
+    norm_after: bool = False
+
+    def __post_init__(self) -> None:
+        count = len(self.mixers)
+        require(
+            len(self.scales) in (0, count), f"scales has {len(self.scales)} numbers and the layer has {count} mixers"
+        )
 
     def weights(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {"norm.weight": (hidden_size,)}

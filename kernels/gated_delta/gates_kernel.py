@@ -19,6 +19,7 @@ def _gates_kernel(
     p_dt_bias,  # [H] float32
     p_log_decay,  # [T, H] float32
     p_beta,  # [T, H] float32
+    beta_scale,
     b_stride,
     a_stride,
     HEADS: tl.constexpr,
@@ -31,10 +32,10 @@ def _gates_kernel(
     b_b = tl.load(p_b + i_token * b_stride + o_h, mask=m_h, other=0.0).to(tl.float32)
     b_step = softplus(b_a + tl.load(p_dt_bias + o_h, mask=m_h, other=0.0))
     tl.store(p_log_decay + i_token * HEADS + o_h, tl.load(p_A + o_h, mask=m_h, other=0.0) * b_step, mask=m_h)
-    tl.store(p_beta + i_token * HEADS + o_h, tl.sigmoid(b_b), mask=m_h)
+    tl.store(p_beta + i_token * HEADS + o_h, tl.sigmoid(b_b) * beta_scale, mask=m_h)
 
 
-def delta_gates(b: Tensor, a: Tensor, A_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
+def delta_gates(b: Tensor, a: Tensor, A_H: Tensor, dt_bias_H: Tensor, beta_scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """Like the reference, for `[T, H]`. No host sync."""
     tokens, heads = a.shape
     assert a.stride(1) == 1 == b.stride(1)
@@ -48,6 +49,7 @@ def delta_gates(b: Tensor, a: Tensor, A_H: Tensor, dt_bias_H: Tensor) -> tuple[T
         p_dt_bias=dt_bias_H,
         p_log_decay=log_decay,
         p_beta=beta,
+        beta_scale=beta_scale,
         b_stride=b.stride(0),
         a_stride=a.stride(0),
         HEADS=heads,

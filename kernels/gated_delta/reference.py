@@ -37,6 +37,7 @@ class DeltaTerms:
     dt_bias_H: Tensor
     key_heads: int
     key_dim: int
+    beta_scale: float = 1.0
 
     def split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`[..., C]` after the convolution -> queries, keys `[..., J, K]` and values `[..., H, V]`, views."""
@@ -46,9 +47,9 @@ class DeltaTerms:
         return q.unflatten(-1, by_key_head), k.unflatten(-1, by_key_head), v.unflatten(-1, (heads, -1))
 
 
-def delta_gates(b: Tensor, a: Tensor, A_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
-    """(log decay, beta), `[..., H]` float32: `A softplus(a + dt_bias)` with A negative, and `sigmoid(b)`."""
-    return A_H * F.softplus(a.float() + dt_bias_H), torch.sigmoid(b.float())
+def delta_gates(b: Tensor, a: Tensor, A_H: Tensor, dt_bias_H: Tensor, beta_scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(log decay, beta), `[..., H]` float32: `A softplus(a + dt_bias)` with A negative, and `beta_scale sigmoid(b)`."""
+    return A_H * F.softplus(a.float() + dt_bias_H), torch.sigmoid(b.float()) * beta_scale
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -82,16 +83,18 @@ def gated_delta_update(
     A_H: Tensor,
     dt_bias_H: Tensor,
     runs: Sequence[SlotRun] | None = None,
+    beta_scale: float = 1.0,
 ) -> Tensor:
     """Advances the state of each row by one token and returns `[R, H, V]` float32.
 
     pool: `[S, H, K, V]`, any stride between slots, float32 or the dtype that states are rounded to. q, k, v: as the
     convolution outputs them (queries and keys are normalised here); b, a: raw, before sigmoid, bias and softplus;
-    A (negative) and dt_bias: `[H]` float32. `runs`: `SlotRun.of(slots)`, if the host knows it already. Rows with slot
-    -1 access no slot; their output is that of a zero state. No slot may appear twice."""
+    A (negative) and dt_bias: `[H]` float32; `beta_scale`: see `delta_gates`. `runs`: `SlotRun.of(slots)`, if the host
+    knows it already. Rows with slot -1 access no slot; their output is that of a zero state. No slot may appear
+    twice."""
     out = torch.empty(v_RHV.shape, dtype=torch.float32, device=v_RHV.device)
     q, k = _normed(q_RJK, k_RJK, v_RHV.shape[1])
-    log_decay, beta = delta_gates(b_RH, a_RH, A_H, dt_bias_H)
+    log_decay, beta = delta_gates(b_RH, a_RH, A_H, dt_bias_H, beta_scale)
     given = (q, k, v_RHV.float(), log_decay.exp(), beta)
     for run in runs if runs is not None else SlotRun.of(slots_R.tolist()):
         part = slice(run.begin, run.end)
@@ -118,6 +121,7 @@ def gated_delta_tokens(
     a_RTH: Tensor,
     A_H: Tensor,
     dt_bias_H: Tensor,
+    beta_scale: float = 1.0,
 ) -> Tensor:
     """Advances each row by several tokens and stores a state after each; returns `[R, T, H, V]` float32.
 
@@ -130,7 +134,7 @@ def gated_delta_tokens(
     read = slots_RK.gather(1, (accepted_R - 1)[:, None])[:, 0]
     h = torch.where((read >= 0)[:, None, None, None], pool_SHKV[read.clamp(min=0)].float(), 0.0)
     q, k = _normed(q_RTJK, k_RTJK, v_RTHV.shape[2])
-    log_decay, beta = delta_gates(b_RTH, a_RTH, A_H, dt_bias_H)
+    log_decay, beta = delta_gates(b_RTH, a_RTH, A_H, dt_bias_H, beta_scale)
     given = (q, k, v_RTHV.float(), log_decay.exp(), beta)
     out = torch.empty(v_RTHV.shape, dtype=torch.float32, device=v_RTHV.device)
     slots_RT = slots_RK[:, :tokens]
@@ -295,7 +299,7 @@ def _replayed(
     window = torch.where(known_R, windows_SWC[slots_R.clamp(min=0)], windows_SWC.new_zeros(()))
     mixed = convolve_rows(torch.cat((window, conv_in.to(window.dtype)), 1), terms.conv_WC, None)
     q, k, v = terms.split(mixed)
-    log_decay, beta = delta_gates(b, a, terms.A_H, terms.dt_bias_H)
+    log_decay, beta = delta_gates(b, a, terms.A_H, terms.dt_bias_H, terms.beta_scale)
     state = torch.where(known_R[..., None], states_SHKV[slots_R.clamp(min=0)].float(), 0.0)
     # A step without decay and without change leaves the state unchanged.
     given = (*_normed(q, k, heads), v, log_decay * valid_RL1, beta * valid_RL1)

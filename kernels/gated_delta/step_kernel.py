@@ -42,9 +42,9 @@ def unit(b_x):
 
 
 @triton.jit
-def gates_of(b, a, rate, bias):
+def gates_of(b, a, rate, bias, beta_scale):
     """(decay, beta) of one token and head."""
-    return tl.exp(rate * softplus(a.to(tl.float32) + bias)), tl.sigmoid(b.to(tl.float32))
+    return tl.exp(rate * softplus(a.to(tl.float32) + bias)), tl.sigmoid(b.to(tl.float32)) * beta_scale
 
 
 @triton.jit
@@ -76,6 +76,7 @@ def _update_kernel(
     p_dt_bias,  # [H] float32
     p_out,  # [R, T, H, V]
     scale,
+    beta_scale,
     slot_stride,
     slots_stride,
     q_stride,
@@ -118,7 +119,7 @@ def _update_kernel(
         b_k = unit(tl.load(p_k + i_token * k_stride + o_key, mask=m_k, other=0.0).to(tl.float32))
         b_v = tl.load(p_v + i_token * v_stride + i_head * VALUE + o_v, mask=m_v, other=0.0).to(tl.float32)
         b, a = tl.load(p_b + i_token * b_stride + i_head), tl.load(p_a + i_token * a_stride + i_head)
-        decay, beta = gates_of(b, a, rate, bias)
+        decay, beta = gates_of(b, a, rate, bias, beta_scale)
         b_new, b_change = _step(b_h, b_k, b_v, decay, beta)
         b_y = _read(b_h, b_q, b_k, b_change, decay)
         b_h = b_new
@@ -142,6 +143,7 @@ def _replay_kernel(
     p_dt_bias,  # [H] float32
     p_out,  # [R, T, H, V]; without ADVANCE
     scale,
+    beta_scale,
     slot_stride,
     ring_stride,
     TOKENS: tl.constexpr,
@@ -182,7 +184,7 @@ def _replay_kernel(
     count = tl.load(p_counts + i_row)
     for step in range(count):
         b, a = tl.load(p_b + step * (CHANNELS + 2 * HEADS)), tl.load(p_b + step * (CHANNELS + 2 * HEADS) + HEADS)
-        decay, beta = gates_of(b, a, rate, bias)
+        decay, beta = gates_of(b, a, rate, bias, beta_scale)
         b_k = unit(tl.load(p_k + step * CHANNELS, mask=m_k, other=0.0).to(tl.float32))
         b_v = tl.load(p_v + step * CHANNELS, mask=m_v, other=0.0).to(tl.float32)
         b_h, _ = _step(b_h, b_k, b_v, decay, beta)
@@ -193,7 +195,7 @@ def _replay_kernel(
         for token in range(length):
             step = count + token
             b, a = tl.load(p_b + step * (CHANNELS + 2 * HEADS)), tl.load(p_b + step * (CHANNELS + 2 * HEADS) + HEADS)
-            decay, beta = gates_of(b, a, rate, bias)
+            decay, beta = gates_of(b, a, rate, bias, beta_scale)
             b_q = unit(tl.load(p_q + step * CHANNELS, mask=m_k, other=0.0).to(tl.float32)) * scale
             b_k = unit(tl.load(p_k + step * CHANNELS, mask=m_k, other=0.0).to(tl.float32))
             b_v = tl.load(p_v + step * CHANNELS, mask=m_v, other=0.0).to(tl.float32)
@@ -214,13 +216,14 @@ def gated_delta_update(
     A_H: Tensor,
     dt_bias_H: Tensor,
     runs: Sequence[SlotRun] | None = None,
+    beta_scale: float = 1.0,
 ) -> Tensor:
     """Like the reference, but q, k, v may have any float dtype and the result has v's. `runs` is not needed here.
 
     Rows may have any stride; heads and channels of a row are contiguous, and so is each slot. No host sync.
     """
     given = [x[:, None] for x in (q_RJK, k_RJK, v_RHV, b_RH, a_RH)]
-    return _update(pool_SHKV, slots_R, None, None, given, A_H, dt_bias_H)[:, 0]
+    return _update(pool_SHKV, slots_R, None, None, given, A_H, dt_bias_H, beta_scale)[:, 0]
 
 
 def gated_delta_tokens(
@@ -235,12 +238,13 @@ def gated_delta_tokens(
     a_RTH: Tensor,
     A_H: Tensor,
     dt_bias_H: Tensor,
+    beta_scale: float = 1.0,
 ) -> Tensor:
     """Like the reference for float32 states, with dtypes and strides as in `gated_delta_update`; the stride of rows
     must be that of tokens times T. The state stays in registers from token to token. No host sync."""
     assert pool_SHKV.dtype == torch.float32, "states stay in registers, and are not rounded there"
     given = [q_RTJK, k_RTJK, v_RTHV, b_RTH, a_RTH]
-    return _update(pool_SHKV, slots_RK, accepted_R, lengths_R, given, A_H, dt_bias_H)
+    return _update(pool_SHKV, slots_RK, accepted_R, lengths_R, given, A_H, dt_bias_H, beta_scale)
 
 
 def _update(
@@ -251,6 +255,7 @@ def _update(
     given: list[Tensor],
     A_H: Tensor,
     dt_bias_H: Tensor,
+    beta_scale: float,
 ) -> Tensor:
     """`given`: q, k, v, b and a, all `[R, T, ...]`."""
     q, k, v, b, a = given
@@ -275,6 +280,7 @@ def _update(
         p_dt_bias=dt_bias_H,
         p_out=out,
         scale=q.shape[3] ** -0.5,
+        beta_scale=beta_scale,
         slot_stride=pool_SHKV.stride(0),
         slots_stride=slots.stride(0),
         q_stride=token_stride(q),
@@ -356,6 +362,7 @@ def _replay(
         p_out=mixed_RLC if out is None else out,
         **given,
         scale=terms.key_dim**-0.5,
+        beta_scale=terms.beta_scale,
         slot_stride=states_SHKV.stride(0),
         ring_stride=rings_QLX.stride(0),
         TOKENS=0 if out is None else out.shape[1],

@@ -17,6 +17,7 @@ def cases(shape: ModelShape) -> Iterator[Case]:
             inner, group = shape.mamba_inner, shape.mamba_inner // shape.groups
             y, gate = meta(64, inner, dtype=dtype), meta(64, 3 * inner + shape.mamba_heads, dtype=dtype)[:, :inner]
             yield Case(name, partial(gated_norm, y, gate, meta(inner), group, 1e-5))
+            yield Case(f"gate only {name}", partial(gated_norm, y, gate, None, group, 1e-5))
         if heads := shape.delta_value_heads:
             inner = heads * shape.delta_head_dim
             y, gate = meta(64, inner, dtype=dtype), meta(64, 2 * inner + shape.delta_channels, dtype=dtype)[:, :inner]

@@ -20,16 +20,18 @@ ELEMENTS = 2048
 def _gated_norm_kernel(
     p_y,  # [rows, groups * GROUP]
     p_gate,  # [rows, groups * GROUP]
-    p_weight,  # [groups * GROUP] float32
+    p_weight,  # [groups * GROUP] float32; not read without NORM
     p_out,  # [rows, groups * GROUP]
     y_stride,
     gate_stride,
     out_stride,
     eps,
+    gate_scale,
     groups,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     MANY: tl.constexpr,
+    NORM: tl.constexpr,
     NORM_FIRST: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
@@ -39,14 +41,15 @@ def _gated_norm_kernel(
     o_col = o_group * GROUP + o_in
     b_y = tl.load(p_y + i_row * y_stride + o_col, mask=m_col, other=0.0, eviction_policy="evict_first")
     b_gate = tl.load(p_gate + i_row * gate_stride + o_col, mask=m_col, other=0.0, eviction_policy="evict_first")
-    b_weight = tl.load(p_weight + o_col, mask=m_col, other=0.0, eviction_policy="evict_last")
-    b_gate = b_gate.to(tl.float32)
+    b_gate = b_gate.to(tl.float32) * gate_scale
     b_silu = b_gate * tl.sigmoid(b_gate)
-    b_v = b_y.to(tl.float32)
+    b_out = b_y.to(tl.float32)
     if not NORM_FIRST:
-        b_v = b_v * b_silu
-    scale = tl.rsqrt(tl.sum(b_v * b_v, 1, keep_dims=True) / GROUP + eps)
-    b_out = b_v * scale * b_weight
+        b_out = b_out * b_silu
+    if NORM:
+        b_weight = tl.load(p_weight + o_col, mask=m_col, other=0.0, eviction_policy="evict_last")
+        scale = tl.rsqrt(tl.sum(b_out * b_out, 1, keep_dims=True) / GROUP + eps)
+        b_out = b_out * scale * b_weight
     if NORM_FIRST:
         b_out = b_out * b_silu
     tl.store(p_out + i_row * out_stride + o_col, b_out.to(p_out.dtype.element_ty), mask=m_col)
@@ -55,11 +58,12 @@ def _gated_norm_kernel(
 def gated_norm(
     y: Tensor,
     gate: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     group_size: int,
     eps: float,
     dtype: torch.dtype | None = None,
     norm_first: bool = False,
+    gate_scale: float = 1.0,
 ) -> Tensor:
     """Like the reference. Rows of y and of the gate may have any stride; their last dimension is contiguous. No host
     sync."""
@@ -73,16 +77,18 @@ def gated_norm(
         (rows, triton.cdiv(groups, many)),
         p_y=y,
         p_gate=gate,
-        p_weight=weight,
+        p_weight=y if weight is None else weight,
         p_out=out,
         y_stride=y.stride(0),
         gate_stride=gate.stride(0),
         out_stride=channels,
         eps=eps,
+        gate_scale=gate_scale,
         groups=groups,
         GROUP=group_size,
         BLOCK=block,
         MANY=many,
+        NORM=weight is not None,
         NORM_FIRST=norm_first,
         num_warps=max(1, min(8, block * many // 512)),
     )

@@ -12,27 +12,35 @@ from kernels.rms_norm.reference import BLOCK_ROWS, inverse_rms
 def gated_norm(
     y: Tensor,
     gate: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     group_size: int,
     eps: float,
     dtype: torch.dtype | None = None,
     norm_first: bool = False,
+    gate_scale: float = 1.0,
 ) -> Tensor:
-    """`y * silu(gate)`, normalised over each group of `group_size` channels, times `weight`; with `norm_first`, y
-    normalised over each group, times `weight` and `silu(gate)`.
+    """`y * silu(gate_scale * gate)`, normalised over each group of `group_size` channels, times `weight`; with
+    `norm_first`, y normalised over each group, times `weight` and `silu(gate_scale * gate)`. Without a `weight` there
+    is no norm.
 
     y, gate: `[rows, channels]` of any float dtype; weight: `[channels]` float32. Computed in float32, returned in
     `dtype` (default: the gate's). `group_size` divides the channels. Many rows are processed in blocks that stay in the
     cache.
     """
     dtype = dtype or gate.dtype
-    work = _norm_gated if norm_first else _gated_norm
+
+    def work(y: Tensor, gate: Tensor) -> Tensor:
+        scaled = gate if gate_scale == 1.0 else gate.float() * gate_scale
+        if weight is None:
+            return F.silu(scaled.float()).mul_(y)
+        return (_norm_gated if norm_first else _gated_norm)(y, scaled, weight, group_size, eps)
+
     if y.shape[0] <= BLOCK_ROWS:
-        return work(y, gate, weight, group_size, eps).to(dtype)
+        return work(y, gate).to(dtype)
     out = torch.empty(y.shape, dtype=dtype, device=y.device)
     parts = zip(y.split(BLOCK_ROWS), gate.split(BLOCK_ROWS), out.split(BLOCK_ROWS), strict=True)
     for value, gating, result in parts:
-        result.copy_(work(value, gating, weight, group_size, eps))
+        result.copy_(work(value, gating))
     return out
 
 

@@ -70,7 +70,9 @@ struct PagedRow {
     // Numbers from a key in a page to that of the next head.
     int64_t head_stride() const { return m.page * shape.width; }
     // A query, key or value of this step: head `index` of a row of `wide`.
-    const float* fresh(int64_t token, int64_t index) const { return m.wide + token * m.ld + index * shape.width; }
+    const float* fresh(int64_t token, int64_t index) const {
+        return m.wide + token * m.ld + shape.column + index * shape.width;
+    }
     // This step's keys and values are read from the product's output: other threads may be writing them to the pages
     // now.
     struct KeysAndValues {
@@ -165,15 +167,20 @@ PagedRow<T> paged_row(const Model& m, const Op& op, const Step& step, const Atte
 inline void prepare_heads(
     const Model& m, const AttentionShape& shape, const Step& step, int64_t token, float* scratch
 ) {
-    float* row = m.wide + token * m.ld;
+    float* row = m.wide + token * m.ld + shape.column;
     float *cosines = scratch, *sines = scratch + shape.pairs;
     for (int64_t i = 0; i < shape.pairs; i++) {
         const float* at = shape.rotations + step.positions[token * step.axes + shape.axes[i]] * 2 * shape.pairs + i;
         cosines[i] = at[0], sines[i] = at[shape.pairs];
     }
+    if (shape.norm_whole) {
+        const int64_t queries = shape.q_heads * shape.width;
+        rms_norm(row, shape.q_norm, queries, shape.norm_eps, row);
+        rms_norm(row + queries, shape.k_norm, shape.kv_heads * shape.width, shape.norm_eps, row + queries);
+    }
     for (int64_t head = 0; head < shape.q_heads + shape.kv_heads; head++, row += shape.width) {
         const float* norm = head < shape.q_heads ? shape.q_norm : shape.k_norm;
-        if (norm) rms_norm(row, norm, shape.width, shape.norm_eps, row);
+        if (norm && !shape.norm_whole) rms_norm(row, norm, shape.width, shape.norm_eps, row);
         float *first = row, *second = row + shape.pairs;
 #pragma omp simd
         for (int64_t i = 0; i < shape.pairs; i++) {
@@ -186,7 +193,7 @@ inline void prepare_heads(
 // Attention's output for a token, times the sigmoid of the row's gates, which are stored after its values.
 inline void gate_row(const Model& m, const AttentionShape& shape, int64_t token, float* out) {
     const float *from = m.mid + token * m.mid_ld,
-                *gates = m.wide + token * m.ld + (shape.q_heads + 2 * shape.kv_heads) * shape.width;
+                *gates = m.wide + token * m.ld + shape.column + (shape.q_heads + 2 * shape.kv_heads) * shape.width;
 #pragma omp simd
     for (int64_t i = 0; i < shape.q_heads * shape.width; i++) out[i] = from[i] / (1.0f + fast_exp(-gates[i]));
 }

@@ -106,7 +106,7 @@ class DeltaGroup : public RecurrentGroup<T, S> {
     }
 
     // Computes the logarithms of decays, a softplus(input + bias), and the weights of the changes, the sigmoid of the
-    // other input, of sixteen tokens at a time.
+    // other input times `beta_scale`, of sixteen tokens at a time.
     void set_gates(Projected in) {
         for (int64_t h = 0; h < heads_; h++) {
             const Floats a = splat(op_.a[first_ + h]), bias = splat(op_.dt_bias[first_ + h]);
@@ -117,8 +117,8 @@ class DeltaGroup : public RecurrentGroup<T, S> {
                     beta[t] = rows[(first + t) * in.ld];
                     log_decay[t] = rows[(first + t) * in.ld + d_.heads];
                 }
-                const Floats dt = softplus16(load_floats(log_decay) + bias), one = splat(1.0f);
-                store_floats(log_decay, dt * a), store_floats(beta, times_sigmoid(one, load_floats(beta)));
+                const Floats dt = softplus16(load_floats(log_decay) + bias), scale = splat(d_.beta_scale);
+                store_floats(log_decay, dt * a), store_floats(beta, times_sigmoid(scale, load_floats(beta)));
                 for (int64_t t = 0; t < std::min<int64_t>(16, in.tokens - first); t++)
                     log_decays_[(first + t) * heads_ + h] = log_decay[t], betas_[(first + t) * heads_ + h] = beta[t];
             }

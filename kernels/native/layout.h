@@ -55,14 +55,14 @@ void add_attention_shape(Layout& layout) {
     FIELD(AttentionShape, q_heads); FIELD(AttentionShape, kv_heads); FIELD(AttentionShape, width);
     FIELD(AttentionShape, scale); FIELD(AttentionShape, norm_eps); FIELD(AttentionShape, q_norm);
     FIELD(AttentionShape, k_norm); FIELD(AttentionShape, pairs); FIELD(AttentionShape, rotations);
-    FIELD(AttentionShape, axes);
+    FIELD(AttentionShape, axes); FIELD(AttentionShape, column); FIELD(AttentionShape, norm_whole);
 }
 
 void add_delta_shape(Layout& layout) {
     STRUCT(DeltaShape);
     FIELD(DeltaShape, key_heads); FIELD(DeltaShape, heads); FIELD(DeltaShape, key); FIELD(DeltaShape, value);
     FIELD(DeltaShape, taps);
-    FIELD(DeltaShape, eps);
+    FIELD(DeltaShape, eps); FIELD(DeltaShape, beta_scale);
 }
 
 void add_op(Layout& layout) {
@@ -72,7 +72,7 @@ void add_op(Layout& layout) {
     FIELD(Op, conv_bias); FIELD(Op, a); FIELD(Op, d); FIELD(Op, dt_bias); FIELD(Op, kv); FIELD(Op, kv_stride);
     FIELD(Op, ring); FIELD(Op, ring_stride); FIELD(Op, experts); FIELD(Op, delta); FIELD(Op, first_key);
     FIELD(Op, attention); FIELD(Op, activation); FIELD(Op, gated); FIELD(Op, scale); FIELD(Op, row_scale);
-    FIELD(Op, column); FIELD(Op, bf16_rows); FIELD(Op, taps);
+    FIELD(Op, column); FIELD(Op, bf16_rows); FIELD(Op, taps); FIELD(Op, norm_first);
 }
 
 void add_model(Layout& layout) {
@@ -163,7 +163,7 @@ void add_numbers(Layout& layout) {
     VALUE(Code, ACTIVATE); VALUE(Code, ROUTE); VALUE(Code, GROUP_PICKS); VALUE(Code, GATHER); VALUE(Code, EXPERTS);
     VALUE(Code, PICKED_ACTIVATE); VALUE(Code, COMBINE); VALUE(Code, NORM_PAIR); VALUE(Code, EMBED);
     VALUE(Code, LARGEST); VALUE(Code, HEADS); VALUE(Code, GATE); VALUE(Code, DELTA); VALUE(Code, KEEP);
-    VALUE(Code, SHORT_CONV);
+    VALUE(Code, SHORT_CONV); VALUE(Code, ADD_NORM);
     VALUE(Target, WIDE); VALUE(Target, RESIDUAL); VALUE(Target, LOGITS); VALUE(Target, MID); VALUE(Target, OPERAND);
     VALUE(Target, STREAM); VALUE(Target, INNER);
     VALUE_AS(Activation, Activation::NONE, NONE); VALUE_AS(Activation, Activation::RELU_SQUARED, RELU_SQUARED);

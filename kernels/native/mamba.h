@@ -92,24 +92,33 @@ class HeadGroup : public RecurrentGroup<T, S> {
         }
     }
 
-    // One token's outputs times SiLU of their gates, divided by their root mean square.
+    // One token's outputs times SiLU of their gates, and divided by their root mean square before or after that, if at
+    // all.
     template <typename To>
     void norm(int64_t t, const float* gate, To* out) {
         float* y = out_ + t * width_;
-        const float* weight = op_.norm + first_;
         Floats squares = zero();
         for (int64_t i = 0; i < width_; i += 16) {
             const Mask mask = lanes(width_ - i);
-            const Floats g = load16(gate + i, mask), gated = load16(y + i, mask) * times_sigmoid_in<T>(g, g);
-            squares = fmadd(gated, gated, squares);
-            store16(y + i, mask, gated);
+            Floats value = load16(y + i, mask);
+            if (!op_.norm_first) value = value * gated(gate + i, mask);
+            squares = fmadd(value, value, squares);
+            if (op_.norm) store16(y + i, mask, value);
+            else store16(out + i, mask, value);
         }
+        if (!op_.norm) return;
+        const float* weight = op_.norm + first_;
         const Floats inverse = splat(1.0f / std::sqrt(total_of(squares) / width_ + m_.eps));
         for (int64_t i = 0; i < width_; i += 16) {
             const Mask mask = lanes(width_ - i);
-            const Floats scale = inverse * load16(weight + i, mask);
-            store16(out + i, mask, load16(y + i, mask) * scale);
+            const Floats scale = inverse * load16(weight + i, mask), value = load16(y + i, mask) * scale;
+            store16(out + i, mask, op_.norm_first ? value * gated(gate + i, mask) : value);
         }
+    }
+
+    Floats gated(const float* gate, Mask mask) const {
+        const Floats g = splat(op_.scale) * load16(gate, mask);
+        return times_sigmoid_in<T>(g, g);
     }
 
     const int64_t heads_, width_, n_;  // of the group: heads, their channels; numbers of the state per channel

@@ -36,6 +36,14 @@ namespace {
 
 constexpr int64_t ROWS_PER_UNIT = 4;  // in operations with little work per row
 
+// ADD_NORM: adds a row's norm to the residual stream.
+void add_norm(const Model& m, const Op& op, int64_t row, float* scratch) {
+    float* x = m.x + row * m.hidden;
+    rms_norm(m.mid + row * m.mid_ld, op.norm, m.hidden, m.eps, scratch);
+#pragma omp simd
+    for (int64_t i = 0; i < m.hidden; i++) x[i] += op.scale * scratch[i];
+}
+
 // NORM, NORM_PAIR, CONVERT, ACTIVATE and GATE: one row of the operand of the next product.
 void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
     const float* from = op.code == NORM      ? m.x + row * m.hidden
@@ -48,7 +56,8 @@ void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
         auto* out = reinterpret_cast<int8_t*>(static_cast<uint16_t*>(m.operand) + row * m.operand_ld);
         return make_bytes_of_kind(rounded, width, op.kind, out, m.operand_scale + row);
     }
-    if (op.code == NORM || op.code == NORM_PAIR) {  // a pair: two rows side by side, each with its own norm
+    if (op.norm &&
+        (op.code == NORM || op.code == NORM_PAIR)) {  // a pair: two rows side by side, each with its own norm
         const int64_t part = op.code == NORM ? width : width / 2;
         for (int64_t i = 0; i < width; i += part) rms_norm(from + i, op.norm + i, part, m.eps, scratch + i);
         from = scratch;
@@ -73,6 +82,7 @@ Product product_of(const Model& m, const Op& op, const Step& step) {
     if (op.target == STREAM) product.out = m.x, product.ldo = m.hidden;
     if (op.target == LOGITS) product.out = step.logits, product.ldo = op.weight.n;
     if (op.target == WIDE) product.out = m.wide + op.column;
+    if (op.target == MID) product.out = m.mid, product.ldo = m.mid_ld;
     if (op.target == INNER) {
         product.ldo = op.width, product.store = op.kind == BF16 || op.bf16_rows ? STORE_BF16 : STORE;
     } else if (op.width) {
@@ -184,6 +194,7 @@ class StepJob : public Job {
                      row++) {
                     if (kept_.skips(first_ + phase, row)) continue;
                     if (op.code == HEADS) prepare_heads(m_, *op.attention, step, row, scratch.data());
+                    else if (op.code == ADD_NORM) add_norm(m_, op, row, scratch.data());
                     else make_row(m_, op, row, scratch.data());
                 }
         }

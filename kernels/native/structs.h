@@ -46,6 +46,7 @@ enum Code : int64_t {
     DELTA = 17,
     KEEP = 18,
     SHORT_CONV = 19,
+    ADD_NORM = 20,
 };
 // Where an operation's result goes; see Op.
 enum Target : int64_t { WIDE = 0, RESIDUAL = 1, LOGITS = 2, MID = 3, OPERAND = 4, STREAM = 5, INNER = 6 };
@@ -95,6 +96,10 @@ struct AttentionShape {
     int64_t pairs;                 // numbers i and i + pairs of each head are rotated together; 0: no rotation
     const float* rotations;        // [positions, 2, pairs]: cosines, sines
     const int64_t* axes;           // [pairs]: the axis of the positions that rotates a pair
+    int64_t column;                // of `wide`, where the queries begin
+    // HEADS: whether all queries of a token have one norm together, and all keys; q_norm and k_norm have a number for
+    // each
+    int64_t norm_whole;
 };
 
 // A mixer of the gated delta rule.
@@ -103,6 +108,7 @@ struct DeltaShape {
     int64_t key, value;        // widths of a key head and a value head
     int64_t taps;              // of the convolution
     float eps;                 // of the gated norm of its outputs
+    float beta_scale;          // factor of the weights of the changes
 };
 
 // One operation of a step. Most fields are of some codes only, which their comments name.
@@ -113,12 +119,13 @@ struct Op {
     // LINEAR; EXPERTS: the first expert's; EMBED: the table if it is packed, otherwise without `data`
     Weight weight;
     // Where the result goes, a Target.
-    // LINEAR: WIDE, RESIDUAL (added to x), STREAM (x itself), LOGITS or INNER: f(y) lies in `wide` as rows that a plain
-    // weight multiplies, `width` numbers of `kind` each; a LINEAR with a width and another target multiplies such rows.
-    // COMBINE: RESIDUAL or MID; GATHER: from WIDE or float OPERAND; EXPERTS: WIDE for the first product, RESIDUAL for
-    // the second; MAMBA, DELTA, SHORT_CONV: MID, or OPERAND of a product of F32 or BF16
+    // LINEAR: WIDE, RESIDUAL (added to x), STREAM (x itself), LOGITS, MID or INNER: f(y) lies in `wide` as rows that a
+    // plain weight multiplies, `width` numbers of `kind` each; a LINEAR with a width and another target multiplies such
+    // rows. COMBINE: RESIDUAL or MID; GATHER: from WIDE or float OPERAND; EXPERTS: WIDE for the first product, RESIDUAL
+    // for the second; MAMBA, DELTA, SHORT_CONV: MID, or OPERAND of a product of F32 or BF16
     int64_t target;
-    const float* norm;  // NORM, MAMBA, DELTA, NORM_PAIR: weight
+    // NORM, MAMBA, DELTA, NORM_PAIR, ADD_NORM: weight. Null: NORM only converts x; MAMBA has a gate without a norm
+    const float* norm;
     // MAMBA, DELTA, SHORT_CONV: [slots, taps - 1, channels], the last inputs of the convolution; elements between slots
     void* windows;
     int64_t window_stride;
@@ -144,14 +151,16 @@ struct Op {
     const AttentionShape* attention;  // HEADS, ATTENTION, GATE
     int64_t activation;               // f. LINEAR, EXPERTS: of the product, or of its gates; ACTIVATE, PICKED_ACTIVATE
     int64_t gated;                    // ACTIVATE, PICKED_ACTIVATE: f(first `width` numbers) times the next `width`
-    // factor of what a LINEAR or COMBINE adds to x, and of EMBED's rows, which are then rounded to the table's dtype
+    // factor of what a LINEAR, COMBINE or ADD_NORM adds to x, of MAMBA's gates, and of EMBED's rows, which are then
+    // rounded to the table's dtype
     float scale;
     const float* row_scale;  // LINEAR: [rows], or null: a further factor of each row
     int64_t column;          // LINEAR to WIDE: where its outputs begin
     // Whether rows that become bytes are bfloat16 instead of float32 in between: as LINEAR stores them to INNER, MAMBA,
     // DELTA and SHORT_CONV to MID, and as ACTIVATE (from INNER, without f) and CONVERT (from MID) read them.
     int64_t bf16_rows;
-    int64_t taps;  // SHORT_CONV: of the convolution, 2, 3 or 4
+    int64_t taps;        // SHORT_CONV: of the convolution, 2, 3 or 4
+    int64_t norm_first;  // MAMBA: whether the norm comes before the gate
 };
 
 // A decoder: its operations, and the buffers between them, with a row for each token of a step.

@@ -73,6 +73,7 @@ class Code(IntEnum):
     DELTA = 17
     KEEP = 18
     SHORT_CONV = 19
+    ADD_NORM = 20
 
 
 class Form(IntEnum):
@@ -120,13 +121,14 @@ class AttentionShape(Structure):
     _fields_ = [
         ("q_heads", c_int64), ("kv_heads", c_int64), ("width", c_int64), ("scale", c_float), ("norm_eps", c_float),
         ("q_norm", c_void_p), ("k_norm", c_void_p), ("pairs", c_int64), ("rotations", c_void_p), ("axes", c_void_p),
+        ("column", c_int64), ("norm_whole", c_int64),
     ]  # fmt: skip
 
 
 class DeltaShape(Structure):
     _fields_ = [
         ("key_heads", c_int64), ("heads", c_int64), ("key", c_int64), ("value", c_int64), ("taps", c_int64),
-        ("eps", c_float),
+        ("eps", c_float), ("beta_scale", c_float),
     ]  # fmt: skip
 
 
@@ -138,7 +140,7 @@ class Op(Structure):
         ("dt_bias", c_void_p), ("kv", c_void_p), ("kv_stride", c_int64), ("ring", c_void_p), ("ring_stride", c_int64),
         ("experts", c_void_p), ("delta", c_void_p), ("first_key", c_int64), ("attention", c_void_p),
         ("activation", c_int64), ("gated", c_int64), ("scale", c_float), ("row_scale", c_void_p),
-        ("column", c_int64), ("bf16_rows", c_int64), ("taps", c_int64),
+        ("column", c_int64), ("bf16_rows", c_int64), ("taps", c_int64), ("norm_first", c_int64),
     ]  # fmt: skip
 
 

@@ -283,7 +283,7 @@ def _made(tensor: torch.Tensor | Quantised, target: Target) -> torch.Tensor | Qu
             else:
                 parts.append(row_part(tensor, *of, dim=max(-2, -tensor.dim())))
         tensor = parts[0] if len(parts) == 1 else concatenate(parts)
-    if target.offset:
-        assert not isinstance(tensor, Quantised), f"{target.name} is quantised, and {target.offset} to be added"
-        tensor = tensor.float() + target.offset
+    if target.offset or target.factor != 1.0:
+        assert not isinstance(tensor, Quantised), f"{target.name} is quantised, and its numbers are to be changed"
+        tensor = tensor.float() * target.factor + target.offset
     return tensor

@@ -28,6 +28,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "rope": PLAIN | {"rope": Rope(8, 50.0)},
     "gate": PLAIN | {"gate": True},
     "norms": PLAIN | {"qk_norm": 1e-5},
+    "whole norms": PLAIN | {"qk_norm": 1e-5, "qk_norm_whole": True, "rope": Rope(8, 50.0)},
     "biases": {"attention_bias": True},
     "wide": {"head_dim": 256, "rope": WIDE},
 }

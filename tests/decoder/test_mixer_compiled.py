@@ -27,9 +27,9 @@ from decoder.layers.spec import Layer as DecoderLayer
 from decoder.operations import Operations
 from kernels.native.structs import BLOCK_TOKENS, Form, Step
 
-DELTA: dict[str, dict[str, int]] = {
+DELTA: dict[str, dict[str, Any]] = {
     "delta": {},
-    "delta-wide": {"key_head_dim": 24, "value_head_dim": 144, "num_value_heads": 2},
+    "delta-wide": {"key_head_dim": 24, "value_head_dim": 144, "num_value_heads": 2, "beta_scale": 2.0},
     "delta-odd": {"num_key_heads": 1, "num_value_heads": 3, "key_head_dim": 7, "value_head_dim": 37, "conv_kernel": 2},
 }
 SHAPES = {
@@ -43,6 +43,11 @@ SHORT: dict[str, ShortConv] = {
     "short-odd": ShortConv(37, 2),
 }
 MIXERS = {Mamba2: Mamba2Mixer, GatedDelta: GatedDeltaMixer, ShortConv: ShortConvMixer}
+MAMBA: dict[str, dict[str, Any]] = {
+    "norm-first": {"gated_norm": "norm_first", "scales": (0.4, 1.7, 0.6, 1.2)},
+    "gate-only": {"gated_norm": "gate_only", "scales": (1.3, 0.5, 1.0, 0.8)},
+}
+"""Further fields of the description of "registers"."""
 SLOTS, TOKENS = 8, 160
 
 
@@ -56,7 +61,10 @@ class Layer:
         elif shape in DELTA:
             self.config = config = delta_config("G", DELTA[shape])
         else:
-            self.config = config = tiny_config("M", **SHAPES[shape])  # type: ignore[arg-type]
+            config = tiny_config("M", **SHAPES.get(shape, SHAPES["registers"]))  # type: ignore[arg-type]
+            [(name, spec)] = config.layers[0].mixers
+            mixer = dataclasses.replace(spec, **MAMBA.get(shape, {}))  # type: ignore[type-var]
+            self.config = config = dataclasses.replace(config, layers=(DecoderLayer(((name, mixer),)),))
         prefix = "model.layers.0."
         self.weights = {n.removeprefix(prefix): w for n, w in random_weights(config) if n.startswith(prefix)}
         weights = {name.removeprefix("mixer."): tensor.to(options.dtype) for name, tensor in self.weights.items()}
@@ -73,7 +81,7 @@ class Layer:
         given = (options, weights, self.windows, self.states, self.ring)
         self.mixer: Any = MIXERS[type(spec)](spec, *given)
         self.compiled = Operations(config, options, config.mixers)
-        ops = self.compiled.layer(BuiltLayer(self.weights["norm.weight"], [self.mixer], 1.0))
+        ops = self.compiled.layer(BuiltLayer(self.weights["norm.weight"], [self.mixer], config.norm_eps))
         self.range = range(len(ops))
         self.compiled.complete(ops, TOKENS)
         self.forget()
@@ -147,7 +155,10 @@ def exact(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weights["norm.weight"]
     gate, conv_in, dt = (normed @ weights["mixer.in_proj.weight"].T).split(mixer.sizes, -1)
     window = torch.zeros(config.conv_kernel - 1, config.conv_dim, dtype=torch.float64)
-    mixed = by_definition(conv_in, window, mixer.conv_WC, mixer.conv_bias_C)
+    bc = config.n_groups * config.ssm_state_size
+    factors = torch.tensor(config.scales).double().repeat_interleave(torch.tensor([config.inner, config.inner, bc, bc]))
+    gate, conv_in = gate * factors[: config.inner], conv_in * factors[config.inner :]
+    mixed = by_definition(conv_in, window, weights["mixer.conv1d.weight"][:, 0].T, mixer.conv_bias_C)
     row = Inputs(1)
     row.heads, row.width, row.groups, row.state = (
         config.mamba_num_heads, config.mamba_head_dim, config.n_groups, config.ssm_state_size,
@@ -156,9 +167,13 @@ def exact(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
     row.dt, row.bias, row.A, row.D = dt, mixer.dt_bias_H, mixer.A_H, mixer.D_H
     start = torch.zeros(row.heads, row.width, row.state)
     y, state = recurrence(row, slice(0, x.shape[0]), start, config.time_step_limit)
-    gated = (y.flatten(1) * torch.nn.functional.silu(gate)).unflatten(1, (config.n_groups, -1))
-    gated = (gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)).flatten(1)
-    return (gated * weights["mixer.norm.weight"]) @ weights["mixer.out_proj.weight"].T, state
+    silu, out, order = torch.nn.functional.silu(gate), y.flatten(1), config.gated_norm
+    out = out if order == "norm_first" else out * silu
+    if order != "gate_only":
+        groups = out.unflatten(1, (config.n_groups, -1))
+        out = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(1)
+        out = out * weights["mixer.norm.weight"]
+    return (out * silu if order == "norm_first" else out) @ weights["mixer.out_proj.weight"].T, state
 
 
 def exact_delta(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,7 +194,7 @@ def exact_delta(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
     outs = []
     for t in range(x.shape[0]):
         state = state * decay[t, :, None, None]
-        change = b[t, :, None].sigmoid() * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+        change = spec.beta_scale * b[t, :, None].sigmoid() * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
         state = state + k[t, :, :, None] * change[:, None]
         outs.append(torch.einsum("hkv,hk->hv", state, q[t]) * spec.key_head_dim**-0.5)
     y = torch.stack(outs)
@@ -201,7 +216,7 @@ def exact_short(layer: Layer, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 33, 100])
-@pytest.mark.parametrize("shape", [*SHAPES, *DELTA, *SHORT])
+@pytest.mark.parametrize("shape", [*SHAPES, *MAMBA, *DELTA, *SHORT])
 def test_float32_is_the_definition(shape: str, tokens: int) -> None:
     layer = Layer(shape, DecoderOptions())
     x = inputs(layer.config, tokens)
@@ -229,6 +244,8 @@ LAYERS = {
         ("wide", "bfloat16"),
         ("odd", "float32"),
         ("odd", "int8"),
+        ("norm-first", "bfloat16"),
+        ("gate-only", "int8"),
         ("delta", "bfloat16"),
         ("delta-wide", "float32"),
         ("delta-odd", "bfloat16"),

@@ -13,7 +13,16 @@ import pytest
 import torch
 from compiled import needs_compiled
 from speculation import answers
-from tiny_decoder import delta_config, greedy_params, image, random_weights, request, run, tiny_config
+from tiny_decoder import (
+    delta_config,
+    greedy_params,
+    image,
+    parallel_config,
+    random_weights,
+    request,
+    run,
+    tiny_config,
+)
 
 from decoder.config import WEIGHT_KINDS, DecoderConfig, DecoderOptions
 from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
@@ -60,6 +69,44 @@ def test_float32_equals_the_operations(pattern: str, groups: int) -> None:
     options = DecoderOptions(max_seqs=8, max_len=64, page_size=4)
     (fast, runner), (slow, plain) = (_logits(config, replace(options, native=mode)) for mode in ("on", "off"))
     assert runner.model.native is not None and plain.model.native is None
+    for ours, theirs in zip(fast, slow, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+
+
+OWN = {"scales": (0.4, 1.7, 0.6, 1.2)}
+
+
+@pytest.mark.parametrize(
+    ("config", "called"),
+    [
+        pytest.param(parallel_config("P-P", OWN | {"gated_norm": "norm_first"}), False, id="norm-first"),
+        pytest.param(parallel_config("*P", OWN | {"gated_norm": "gate_only", "n_groups": 1}), False, id="gate-only"),
+        pytest.param(parallel_config("P*-", {"conv_kernel": 5}), True, id="called"),
+    ],
+)
+def test_mixers_in_parallel(config: DecoderConfig, called: bool) -> None:
+    """They are compiled, unless the convolution has too many taps: then the layer is called."""
+    options = DecoderOptions(max_seqs=8, max_len=64, page_size=4)
+    (fast, runner), (slow, _) = (_logits(config, replace(options, native=mode)) for mode in ("on", "off"))
+    native = runner.model.native
+    assert native is not None
+    for layer in runner.model.layers:
+        assert any(map(native.calls, layer.mixers)) == (called and len(layer.mixers) == 2)
+    for ours, theirs in zip(fast, slow, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+
+
+def test_norms_after_layers() -> None:
+    """They are compiled for attention and MLPs; layers of other kinds are called."""
+    plain = tiny_config("M*-E*-", hidden_size=48)
+    config = replace(plain, layers=tuple(replace(layer, residual_scale=0.7, norm_after=True) for layer in plain.layers))
+    config = replace(config, layers=(plain.layers[0], *config.layers[1:]))
+    options = DecoderOptions(max_seqs=8, max_len=64, page_size=4)
+    (fast, runner), (slow, _) = (_logits(config, replace(options, native=mode)) for mode in ("on", "off"))
+    native = runner.model.native
+    assert native is not None
+    called = [native.calls(layer.mixers[0]) for layer in runner.model.layers]
+    assert called == [False, False, False, True, False, False]
     for ours, theirs in zip(fast, slow, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
 
@@ -134,10 +181,15 @@ def test_experts_that_are_compact_beside_others(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("options", "biased"), [
     ({}, False), ({}, True), ({"dtype": torch.float32}, False), ({"weights": "int8", "activations": "int8"}, True),
     ({"weights": "int8"}, False), ({"weights": "int4-32", "activations": "int8"}, False), ({"weights": "fp8"}, True),
+    ({}, None), ({"weights": "int8", "activations": "int8"}, None), ({"dtype": torch.bfloat16}, None),
 ])  # fmt: skip
-def test_a_prompt_in_one_step_has_the_bits_of_one_in_small_steps(options: dict[str, Any], biased: bool) -> None:
-    """Products of many rows are computed in another way than those of few, in panels of 64 outputs and behind them."""
-    config = tiny_config("M-*-", hidden_size=160, intermediate_size=200, mlp_bias=biased, use_bias=biased)
+def test_a_prompt_in_one_step_has_the_bits_of_one_in_small_steps(options: dict[str, Any], biased: bool | None) -> None:
+    """Products of many rows are computed in another way than those of few, in panels of 64 outputs and behind them.
+    `biased`: None for mixers in parallel, and norms after the last layers."""
+    config = parallel_config("P-P*-" if options else "P-P", OWN | {"gated_norm": "gate_only"}, hidden_size=160)
+    config = replace(config, layers=(*config.layers[:3], *(replace(x, norm_after=True) for x in config.layers[3:])))
+    if biased is not None:
+        config = tiny_config("M-*-", hidden_size=160, intermediate_size=200, mlp_bias=biased, use_bias=biased)
     prompts = [[3 + (7 * i + count) % 90 for i in range(count)] for count in (229, 3, 60)]
 
     def answered(rows: int) -> dict[str, list[tuple[int | None, float | None]]]:

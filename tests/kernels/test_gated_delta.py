@@ -73,6 +73,24 @@ def test_states_in_bfloat16_are_rounded_after_every_token(computed: int) -> None
     assert torch.equal(pool[slots[0]], torch.stack(kept))
 
 
+def test_betas_up_to_two() -> None:
+    """Tokens one by one, together and as a prompt; the state's transition then has negative eigenvalues."""
+    i = Inputs(9)
+    i.beta_scale = 2.0
+    pool = i.pool(9)
+    y, state = i.recurrence(slice(0, 9), pool[1])
+    scanned, stepped, several = pool.clone(), pool.clone(), pool.clone()
+    close(i.scan(scanned, [1], [9], [4], 4), y)
+    close(scanned[1], state)
+    for t in range(9):
+        row = (x[t : t + 1] for x in (i.q, i.k, i.v, i.b, i.a))
+        close(gated_delta_update(stepped, torch.tensor([1]), *row, i.A, i.bias, beta_scale=2.0)[0], y[t])
+    rows = (x[None] for x in (i.q, i.k, i.v, i.b, i.a))
+    slots = torch.tensor([[1, 0, *range(2, 9)]])
+    close(gated_delta_tokens(several, slots, torch.tensor([1]), torch.tensor([9]), *rows, i.A, i.bias, 2.0)[0], y)
+    close(several[8], state)
+
+
 @pytest.mark.parametrize("bias", [-60.0, 0.0, 60.0])
 def test_a_scan_with_equal_keys_and_extreme_gates(bias: float) -> None:
     """Decays of 1 and of nearly 0, changes that cancel each other: no overflow, no loss."""

@@ -42,15 +42,16 @@ def apart(pool: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_update(shape: tuple[int, int, int, int]) -> None:
     i = Inputs(4, *shape).to(DEVICE)
+    i.beta_scale = 2.0
     before, slots = i.pool(6).to(DEVICE), [4, 0, -1, 2]
     pool, plain_pool = apart(before), before.clone()
     pool[[1, 3, 5]] = NAN
     b, a = torch.cat((i.b, i.a), 1).split(i.heads, 1)
     given = (places(slots), i.q, i.k, i.v, b, a, i.A, i.bias)
     with forced("triton"), poisoned():
-        out = gated_delta_update(pool, *given)
+        out = gated_delta_update(pool, *given, beta_scale=2.0)
     with forced("reference"):
-        plain = gated_delta_update(plain_pool, *given)
+        plain = gated_delta_update(plain_pool, *given, beta_scale=2.0)
     for row, slot in enumerate(slots):
         y, h = i.recurrence(slice(row, row + 1), before[slot] if slot >= 0 else torch.zeros_like(before[0]))
         assert_as_good(out[row], y[0], plain[row])
@@ -68,7 +69,7 @@ def test_several_tokens(shape: tuple[int, int, int, int]) -> None:
     rows = [x.unflatten(0, (3, 3)) for x in (i.q, i.k, i.v, i.b, i.a)]
     where = (places(slots), places([2, 1, 1]), places([3, 2, 0]))
     with forced("triton"), poisoned():
-        out = gated_delta_tokens(pool, *where, *rows, i.A, i.bias)
+        out = gated_delta_tokens(pool, *where, *rows, i.A, i.bias, 1.5)
     assert out.isfinite().all()
     for row, (read, length) in enumerate([(1, 3), (5, 2)]):
         for token in range(length):
@@ -76,7 +77,7 @@ def test_several_tokens(shape: tuple[int, int, int, int]) -> None:
             singles[to] = before[read] if token == 0 else singles[slots[row][token - 1]]
             one = [x[row, token][None] for x in rows]
             with forced("triton"):
-                y = gated_delta_update(singles, places([to]), *one, i.A, i.bias)
+                y = gated_delta_update(singles, places([to]), *one, i.A, i.bias, None, 1.5)
             assert torch.equal(out[row, token], y[0])
     assert torch.equal(pool, singles)
 
@@ -101,11 +102,11 @@ def test_gates() -> None:
     i.a[0], i.a[1], i.b[0], i.b[1] = -60.0, 60.0, -100.0, 100.0
     b, a = torch.cat((i.b, i.a), 1).split(3, 1)
     with forced("triton"), poisoned():
-        log_decay, beta = delta_gates(b, a, i.A, i.bias)
+        log_decay, beta = delta_gates(b, a, i.A, i.bias, 2.0)
     wide = (i.a.double() + i.bias).exp().log1p()
-    plain = delta_gates(b, a, i.A, i.bias)
+    plain = delta_gates(b, a, i.A, i.bias, 2.0)
     assert_as_good(log_decay, i.A.double() * wide, plain[0])
-    assert_as_good(beta, i.b.double().sigmoid(), plain[1])
+    assert_as_good(beta, 2.0 * i.b.double().sigmoid(), plain[1])
     assert bool((log_decay[0] < 0).all())
 
 
@@ -236,7 +237,7 @@ class Replay:
     def __init__(self) -> None:
         self.i = Inputs(8).to(DEVICE)
         channels = 2 * 2 * 8 + 4 * 6
-        self.terms = DeltaTerms(torch.randn(4, channels, device=DEVICE), self.i.A, self.i.bias, 2, 8)
+        self.terms = DeltaTerms(torch.randn(4, channels, device=DEVICE), self.i.A, self.i.bias, 2, 8, 2.0)
         self.states, self.windows = apart(self.i.pool(5).to(DEVICE)), torch.randn(5, 3, channels, device=DEVICE)
         self.rings = torch.full((4, 8, channels + 8), NAN, device=DEVICE)
         self.counts = [3, 0, 0]
@@ -248,7 +249,7 @@ class Replay:
         """(outputs, state after them) of a ring's steps, starting from a slot, float64."""
         conv_in, b, a = ring.split([ring.shape[1] - 8, 4, 4], dim=1)
         i = Inputs(1)
-        i.A, i.bias, i.b, i.a = self.i.A, self.i.bias, b, a
+        i.A, i.bias, i.b, i.a, i.beta_scale = self.i.A, self.i.bias, b, a, 2.0
         i.q, i.k, i.v = self.terms.split(by_definition(conv_in, self.windows[slot], self.terms.conv_WC, None))
         return i.recurrence(slice(0, ring.shape[0]), self.states[slot])
 

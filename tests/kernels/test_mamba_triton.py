@@ -29,19 +29,23 @@ def places(values: list[Any]) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "groups", "size"), [(0, 2, 8), (3, 1, 5), (2, 3, 70), (1, 2, 600)], ids=str)
-@pytest.mark.parametrize("norm_first", [False, True], ids=["gate-first", "norm-first"])
-def test_gated_norm(rows: int, groups: int, size: int, dtype: torch.dtype, norm_first: bool) -> None:
+@pytest.mark.parametrize("order", ["gate-first", "norm-first", "gate-only"])
+def test_gated_norm(rows: int, groups: int, size: int, dtype: torch.dtype, order: str) -> None:
+    norm_first, scale = order == "norm-first", 1.0 if order == "gate-first" else 0.7
     y, weight = torch.randn(rows, groups * size, device=DEVICE), torch.randn(groups * size, device=DEVICE)
     gate = (torch.randn(rows, groups * size + 3, device=DEVICE) * 2).to(dtype)[:, : groups * size]
+    given = (y, gate, None if order == "gate-only" else weight, size, 1e-5)
     with forced("triton"), poisoned():
-        found = gated_norm(y, gate, weight, size, 1e-5, norm_first=norm_first)
+        found = gated_norm(*given, norm_first=norm_first, gate_scale=scale)
     assert found.dtype == dtype and found.shape == y.shape
     if rows:
-        silu = torch.nn.functional.silu(gate.double())
-        v = (y.double() if norm_first else y.double() * silu).unflatten(1, (groups, size))
-        exact = (v / (v.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(1) * weight.double()
+        silu = torch.nn.functional.silu(scale * gate.double())
+        exact = y.double() if norm_first else y.double() * silu
+        if order != "gate-only":
+            v = exact.unflatten(1, (groups, size))
+            exact = (v / (v.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(1) * weight.double()
         exact = exact * silu if norm_first else exact
-        assert_as_good(found, exact, norm_reference.gated_norm(y, gate, weight, size, 1e-5, norm_first=norm_first))
+        assert_as_good(found, exact, norm_reference.gated_norm(*given, norm_first=norm_first, gate_scale=scale))
 
 
 @pytest.mark.parametrize("limit", [NO_LIMIT, (0.5, 1.0)], ids=["free", "limited"])

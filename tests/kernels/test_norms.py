@@ -40,6 +40,26 @@ def test_rms_norm_of_extreme_rows_is_finite(value: float) -> None:
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("rows", [1, 5, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_gate_with_a_factor(groups: int, rows: int, dtype: torch.dtype) -> None:
+    """Before the norm, behind it and without one."""
+    y, gate, weight = torch.randn(rows, 40), torch.randn(rows, 40).to(dtype), torch.rand(40)
+    silu, size, kept = F.silu(1.7 * gate.double()), 40 // groups, gate.clone()
+    for norm_first in (True, False):
+        value = (y.double() * (1.0 if norm_first else silu)).view(rows, groups, -1)
+        expected = exact(value, torch.ones(size), 1e-5).view(rows, -1) * weight * (silu if norm_first else 1.0)
+        given = {"norm_first": norm_first, "gate_scale": 1.7}
+        found = gated_norm(y, gate, weight, size, 1e-5, torch.float32, **given)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    bare = gated_norm(y, gate, None, size, 1e-5, torch.float32, gate_scale=1.7)
+    torch.testing.assert_close(bare.double(), y.double() * silu, rtol=1e-4, atol=1e-5)
+    plain = gated_norm(y, gate, None, size, 1e-5, torch.float32)
+    torch.testing.assert_close(plain.double(), y.double() * F.silu(gate.double()), rtol=1e-4, atol=1e-5)
+    assert torch.equal(gate, kept), "the gate is the caller's"
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("rows", [1, 5, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_gated_norm(groups: int, rows: int, dtype: torch.dtype) -> None:
     y, gate, weight = torch.randn(rows, 40), torch.randn(rows, 40).to(dtype), torch.rand(40)
     kept = gate.clone()

@@ -12,6 +12,8 @@ from kernels.gated_delta import delta_gates, gated_delta_scan
 class Inputs:
     """Random tokens with `key_heads` keys of size `key` and `heads` values of size `value`."""
 
+    beta_scale = 1.0
+
     def __init__(self, tokens: int, key_heads: int = 2, heads: int = 4, key: int = 8, value: int = 6, seed: int = 0):
         self.draw = torch.Generator().manual_seed(seed)
         self.heads, self.key, self.value = heads, key, value
@@ -42,12 +44,12 @@ class Inputs:
         outs, s = [], state.double()
         for t in range(v.shape[0]):
             s = s * decay[t, :, None, None]
-            change = b[t, :, None].sigmoid() * (v[t] - torch.einsum("hkv,hk->hv", s, k[t]))
+            change = self.beta_scale * b[t, :, None].sigmoid() * (v[t] - torch.einsum("hkv,hk->hv", s, k[t]))
             s = s + k[t, :, :, None] * change[:, None]
             outs.append(torch.einsum("hkv,hk->hv", s, q[t]))
         return torch.stack(outs), s
 
     def scan(self, pool: Tensor, slots: list[int], lengths: list[int], computed: list[int], chunk: int) -> Tensor:
         initial = torch.tensor([old > 0 for old in computed])
-        given = (self.q, self.k, self.v, *delta_gates(self.b, self.a, self.A, self.bias))
+        given = (self.q, self.k, self.v, *delta_gates(self.b, self.a, self.A, self.bias, self.beta_scale))
         return gated_delta_scan(pool, torch.tensor(slots), initial, *given, plan_chunks(lengths, computed, chunk))

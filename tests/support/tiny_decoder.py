@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.layers.descriptions import GatedDelta, ShortConv
+from decoder.layers.descriptions import Attention, GatedDelta, Mamba2, ShortConv
 from decoder.layers.spec import Layer
 from decoder.request import DecoderRequest, EmbeddingSource, TokenEvent
 from decoder.runner import DecoderRunner
@@ -19,6 +19,7 @@ from decoder.sequence import Sequence as Running
 from decoder.step import Step
 from families.nemotron_h.config import NemotronHConfig as Published
 from kernels.native.structs import Form
+from kernels.rope import Rope
 
 if TYPE_CHECKING:  # its import takes longer than torch's, and most programs that use tiny models do without
     from transformers import NemotronHForCausalLM
@@ -73,6 +74,22 @@ def delta_config(pattern: str = "G-*G-", delta: dict[str, Any] | None = None, **
         for letter, layer in zip(pattern, plain.layers, strict=True)
     ]
     return replace(plain, layers=tuple(layers))
+
+
+def parallel_config(pattern: str = "P-P", mamba: dict[str, Any] | None = None, **changes: Any) -> DecoderConfig:
+    """The same with Mamba-2 and attention in one layer (P in the pattern), each with a factor. Attention has positions,
+    norms of queries and keys, and a gate; `mamba` changes Mamba-2's description."""
+    plain = tiny_config(pattern.replace("P", "M"), **changes)
+    width, layers = plain.hidden_size, []
+    attention = Attention(width, 4, 2, 8, rope=Rope(8), gate=True, qk_norm=1e-6)
+    for letter, layer in zip(pattern, plain.layers, strict=True):
+        [(name, mixer)] = layer.mixers
+        if letter == "P":
+            assert isinstance(mixer, Mamba2)
+            mixers = (name, replace(mixer, **(mamba or {}))), ("beside", attention)
+            layer = Layer(mixers, 0.9, (0.7, 1.3))
+        layers.append(layer)
+    return replace(plain, layers=tuple(layers), position_axes=1)
 
 
 def oracle(decoder: DecoderConfig, seed: int = 0) -> NemotronHForCausalLM:
