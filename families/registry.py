@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from families import (
     bamba,
+    falcon_h1,
     granitemoehybrid,
     lfm2,
     minicpmv4_6,
     minicpmv4_7,
     nemotron_h,
     nemotron_h_omni,
+    olmo_hybrid,
     qwen3_5,
     qwen3_next,
 )
@@ -21,6 +23,8 @@ FAMILIES: tuple[Family, ...] = (
     nemotron_h.FAMILY,
     granitemoehybrid.FAMILY,
     bamba.FAMILY,
+    falcon_h1.FAMILY,
+    olmo_hybrid.FAMILY,
     qwen3_5.FAMILY,
     qwen3_5.MOE_FAMILY,
     qwen3_next.FAMILY,

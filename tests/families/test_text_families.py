@@ -19,7 +19,7 @@ from tiny_decoder import greedy_params, request, run, tokens
 from transformers import AutoConfig
 
 from decoder.config import DecoderOptions
-from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
+from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mamba2, Mlp
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.layers.short_conv import ShortConvMixer
 from decoder.recurrence_operations import MAX_TAPS
@@ -32,6 +32,8 @@ from service.model.modelconfig import load_config
 from service.model.quantise import quantise_checkpoint
 
 SEEDS = 40
+FALCON_NORMED = 18
+"""A seed that gives Falcon-H1 a norm before the gate."""
 STEPS = 10
 
 
@@ -58,10 +60,10 @@ OPTIONS = pairwise(
 
 def whole(runner: DecoderRunner) -> bool:
     """Whether compiled code, if available, covers every layer; convolutions of more taps do not occur."""
-    native, mixers = runner.model.native, [mixer for layer in runner.model.layers for mixer in layer.mixers]
-    called = [] if native is None else [mixer for mixer in mixers if native.calls(mixer)]
+    native, layers = runner.model.native, [layer.mixers for layer in runner.model.layers]
+    called = [] if native is None else [mixers for mixers in layers if any(map(native.calls, mixers))]
     convolved = (Mamba2Mixer, ShortConvMixer)
-    return all(isinstance(mixer, convolved) and mixer.spec.conv_kernel > MAX_TAPS for mixer in called)
+    return all(isinstance(each[0], convolved) and each[0].spec.conv_kernel > MAX_TAPS for each in called)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -167,6 +169,8 @@ def test_key_and_value_heads_of_files_without_the_field(tmp_path: Path, config: 
         ("granitemoehybrid", 7, {"mamba_conv_bias": None}),
         ("bamba", 4, {"mamba_conv_bias": None}),
         ("qwen3_next", 1, {"partial_rotary_factor": None, "rope_parameters": {"rope_type": "default"}}),
+        ("falcon_h1", FALCON_NORMED, {"mamba_norm_before_gate": None, "mlp_multipliers": None}),
+        ("falcon_h1", FALCON_NORMED, {"rope_theta": 1e11, "rope_parameters": None, "rope_scaling": None}),
         ("granitemoehybrid", 1, {"layer_types": ["attention", "mamba"], "layers_block_type": ["mamba", "attention"]}),
     ],
     ids=str,
@@ -223,6 +227,30 @@ def test_which_layers_of_qwen_next_have_experts(tmp_path: Path) -> None:
     assert {type(layer.mixers[0][1]) for layer in load_config(tmp_path).decoder.layers[1::2]} == {Mlp}
 
 
+def test_defaults_and_positions_of_olmo(tmp_path: Path) -> None:
+    """Those of transformers, but that null or absent `rope_parameters` are no positions."""
+    sizes = {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "num_attention_heads": 2, "pad_token_id": 0}
+    whole = {"model_type": "olmo_hybrid", "num_hidden_layers": 6, **sizes}
+    theta: list[tuple[dict[str, Any], float | None]] = [
+        ({}, None), ({"rope_parameters": None}, None), ({"rope_parameters": {"rope_type": "default"}}, None),
+        ({"rope_parameters": {"rope_theta": None, "rope_type": "default"}}, None), ({"rope_theta": 5e5}, 5e5),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5),
+    ]  # fmt: skip
+    for rope, expected in theta:
+        (tmp_path / "config.json").write_text(json.dumps(whole | rope))
+        decoder, oracle = load_config(tmp_path).decoder, AutoConfig.from_pretrained(tmp_path)
+        kinds = [
+            "full_attention" if isinstance(layer, Attention) else "linear_attention" for layer in decoder.mixers[::2]
+        ]
+        delta, attention = decoder.mixers[0], decoder.mixers[6]
+        assert isinstance(delta, GatedDelta) and isinstance(attention, Attention) and kinds == oracle.layer_types
+        assert (delta.num_key_heads, delta.key_head_dim, delta.num_value_heads, delta.value_head_dim) == (
+            oracle.linear_num_key_heads, oracle.linear_key_head_dim, oracle.linear_num_value_heads,
+            oracle.linear_value_head_dim,
+        )  # fmt: skip
+        assert (attention.rope and attention.rope.theta) == expected and decoder.position_axes == (expected is not None)
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder with a family's model, which tests copy before they change it."""
@@ -256,6 +284,39 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         ("qwen3_next", {"num_hidden_layers": None}, "lacks num_hidden_layers"),
         ("qwen3_next", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; 0 and 1 are served"),
         ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("olmo_hybrid", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("olmo_hybrid", {"layer_types": ["linear_attention", "sliding"]}, "sliding"),
+        ("olmo_hybrid", {"linear_allow_neg_eigval": 2}, "linear_allow_neg_eigval must be true or false, not 2"),
+        (
+            "olmo_hybrid",
+            {"linear_num_key_heads": 2, "linear_num_value_heads": 3},
+            "3 is not a multiple of num_key_heads 2",
+        ),
+        (
+            "olmo_hybrid",
+            {"linear_value_head_dim": 0},
+            "linear_value_head_dim must be a whole number of at least 1, not 0",
+        ),
+        (
+            "olmo_hybrid",
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}},
+            "rope_type 'yarn' is not served",
+        ),
+        ("olmo_hybrid", {"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta must be a number above 0, not '1e4'"),
+        ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("falcon_h1", {"attention_in_multiplier": 0}, "attention_in_multiplier must be a number above 0, not 0"),
+        ("falcon_h1", {"key_multiplier": 1e9}, "key_multiplier is 1000000000.0; from 1e-06 to 1000000.0 is served"),
+        ("falcon_h1", {"lm_head_multiplier": "2"}, "lm_head_multiplier must be a number above 0, not '2'"),
+        ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers must be a list of 5 numbers"),
+        ("falcon_h1", {"ssm_multipliers": [1, 1, 1, -1, 1]}, "ssm_multipliers must be a number above 0, not -1"),
+        ("falcon_h1", {"mlp_multipliers": [1.0, None]}, "mlp_multipliers must be a list of 2 numbers"),
+        ("falcon_h1", {"mamba_use_mlp": False}, "mamba_use_mlp is False; this family is served with True"),
+        ("falcon_h1", {"attn_layer_indices": [0]}, r"attn_layer_indices is \[0\]; this family is served with None"),
+        ("falcon_h1", {"mamba_d_ssm": 33, "mamba_n_heads": 2}, "mamba_n_heads 2 does not divide mamba_d_ssm 33"),
+        ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 8}, "mamba_d_ssm 32 make it 16"),
+        ("falcon_h1", {"mamba_d_ssm": 0}, "mamba_d_ssm must be a whole number of at least 1, not 0"),
+        ("falcon_h1", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not served"),
+        ("falcon_h1", {"mamba_rms_norm": "no"}, "mamba_rms_norm must be true or false, not 'no'"),
     ],
 )
 def test_configurations_that_are_refused(

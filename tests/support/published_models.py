@@ -35,6 +35,33 @@ def bamba() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def falcon() -> dict[str, Any]:
+    """Falcon-H1-0.5B."""
+    return {
+        "model_type": "falcon_h1", "vocab_size": 32784, "hidden_size": 1024, "intermediate_size": 2048,
+        "num_hidden_layers": 36, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+        "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128,
+        "mamba_d_conv": 4, "mamba_chunk_size": 128, "mamba_rms_norm": False, "mamba_norm_before_gate": False,
+        "attn_layer_indices": None, "rope_theta": 1e11, "rope_scaling": None, "rms_norm_eps": 1e-5,
+        "embedding_multiplier": 5.656854249492381, "lm_head_multiplier": 0.0390625, "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 0.9375, "key_multiplier": 0.39062499999999994, "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.23570226039551587, "mlp_multipliers": [0.8838834764831844, 0.5859375],
+        "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+        "max_position_embeddings": 16384, "tie_word_embeddings": False, "dtype": "bfloat16", "eos_token_id": 11,
+    }  # fmt: skip
+
+
+def olmo() -> dict[str, Any]:
+    """Olmo-Hybrid-7B."""
+    return {
+        "model_type": "olmo_hybrid", "vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 30, "num_key_value_heads": 30, "linear_num_key_heads": 30,
+        "linear_num_value_heads": 30, "linear_key_head_dim": 96, "linear_value_head_dim": 192,
+        "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True, "rope_parameters": None, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 65536, "tie_word_embeddings": False, "dtype": "bfloat16", "eos_token_id": 100257,
+    }  # fmt: skip
+
+
 def qwen_next() -> dict[str, Any]:
     """Qwen3-Next-80B-A3B, also Qwen3-Coder-Next."""
     return {
@@ -97,7 +124,7 @@ def models() -> dict[str, dict[str, Any]]:
     """By the name used in docs/models.md."""
     qwen = {f"Qwen3.5-{name}": published(name) for name in PUBLISHED}
     others = {"Nemotron-Nano-9B-v2": NANO_9B, "Nemotron-3-Nano-30B-A3B": NANO_30B, "Bamba-9B": bamba()}
-    others["Qwen3-Next-80B-A3B"] = qwen_next()
+    others |= {"Falcon-H1-0.5B": falcon(), "Olmo-Hybrid-7B": olmo(), "Qwen3-Next-80B-A3B": qwen_next()}
     others["LFM2-350M"], others["LFM2-700M"] = lfm2(1024, 16, 6656), lfm2(1536, 24, 10240)
     others["LFM2-1.2B"] = lfm2(2048, 32, 12288)
     return {**qwen, "MiniCPM-V-4.6": minicpm(), "Nemotron-3-Nano-Omni-30B-A3B": omni(), **others}
@@ -109,6 +136,8 @@ HUB_IDS = {
     "Nemotron-Nano-9B-v2": "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
     "Nemotron-3-Nano-30B-A3B": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     "Bamba-9B": "ibm-ai-platform/Bamba-9B",
+    "Falcon-H1-0.5B": "tiiuae/Falcon-H1-0.5B-Instruct",
+    "Olmo-Hybrid-7B": "allenai/Olmo-Hybrid-7B",
     **{f"LFM2-{name}": f"LiquidAI/LFM2-{name}" for name in ("350M", "700M", "1.2B")},
     "Qwen3-Next-80B-A3B": "Qwen/Qwen3-Next-80B-A3B-Instruct",
 }

@@ -13,17 +13,21 @@ from tiny_checkpoint import VOCAB, TinyCheckpoint, randomise
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
 
 
 def _shared(rng: random.Random, layers: int) -> dict[str, Any]:
-    """Configuration fields that Bamba and Granite have."""
+    """Configuration fields that Bamba, Falcon-H1 and Granite have."""
     kv = rng.choice([1, 2])
     heads = kv * rng.choice([1, 2, 4])
     mamba_heads, groups = rng.choice([(2, 1), (4, 1), (4, 2), (8, 2)])
@@ -139,7 +143,86 @@ def lfm2(rng: random.Random) -> Any:
     return Lfm2ForCausalLM(config)
 
 
-FAMILIES = {"bamba": bamba, "granitemoehybrid": granite, "qwen3_next": qwen_next, "lfm2": lfm2}
+def falcon(rng: random.Random) -> Any:
+    """With multipliers, of which each is 1 in some models."""
+    shared = _shared(rng, rng.randint(1, 3))
+
+    def factors(count: int) -> list[float]:
+        return [rng.choice([1.0, 0.35, 0.8, 1.25, 1.7]) for _ in range(count)]
+
+    names = ["embedding", "lm_head", "ssm_in", "ssm_out", "attention_in", "attention_out", "key"]
+    config = FalconH1Config(
+        **shared,
+        **{f"{name}_multiplier": factor for name, factor in zip(names, factors(7), strict=True)},
+        ssm_multipliers=rng.choice([None, factors(5)]),
+        mlp_multipliers=rng.choice([None, factors(2)]),
+        mamba_d_ssm=rng.choice([None, 24, 40]),
+        mamba_rms_norm=rng.random() < 0.5,
+        mamba_norm_before_gate=rng.random() < 0.5,
+        projectors_bias=rng.random() < 0.3,
+        mlp_bias=rng.random() < 0.3,
+        time_step_limit=rng.choice([(0.0, float("inf")), (0.05, 0.2)]),
+        rope_parameters={"rope_type": "default", "rope_theta": rng.choice([1e4, 1e11])},
+        head_dim=rng.choice([8, 12, 16]),
+    )
+    return FalconH1ForCausalLM(config)
+
+
+def olmo(rng: random.Random) -> Any:
+    kinds = ["linear_attention", "full_attention"]  # transformers wants both
+    kinds += [rng.choice(kinds) for _ in range(rng.randint(0, 2))]
+    rng.shuffle(kinds)
+    kv, key_heads = rng.choice([1, 2, 4]), rng.choice([1, 2])
+    heads = kv * rng.choice([1, 2])
+    config = OlmoHybridConfig(
+        vocab_size=VOCAB,
+        hidden_size=heads * rng.choice([8, 12]),
+        intermediate_size=rng.choice([24, 40]),
+        num_hidden_layers=len(kinds),
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        layer_types=kinds,
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=key_heads * rng.choice([1, 2, 3]),
+        linear_key_head_dim=rng.choice([6, 8, 16]),
+        linear_value_head_dim=rng.choice([8, 12, 16]),
+        linear_conv_kernel_dim=rng.choice([2, 4]),
+        linear_allow_neg_eigval=rng.random() < 0.7,
+        rope_parameters={"rope_type": "default", "rope_theta": rng.choice([None, None, 1e4])},
+        attention_bias=rng.random() < 0.3,
+        rms_norm_eps=rng.choice([1e-5, 1e-6]),
+        tie_word_embeddings=rng.random() < 0.3,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    return OlmoHybridForCausalLM(config)
+
+
+def _released_olmo(model: OlmoHybridForCausalLM) -> dict[str, torch.Tensor]:
+    """The weights as released: norms before gated delta layers have other names, and each part of their input has its
+    own convolution. transformers writes three equal parts and renames norms of attention layers too."""
+    config, found = model.config, {}
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    sizes = [keys, keys, config.linear_num_value_heads * config.linear_value_head_dim]
+    for name, tensor in model.state_dict().items():
+        index = int(name.split(".")[2]) if ".layers." in name else 0
+        if ".conv1d." in name:
+            parts = zip("qkv", tensor.split(sizes), strict=True)
+            found |= {name.replace("conv1d", f"{letter}_conv1d"): part.contiguous() for letter, part in parts}
+            continue
+        if ".layers." in name and config.layer_types[index] == "linear_attention":
+            name = name.replace("input_layernorm", "attention_layer_norm")
+            name = name.replace("post_attention_layernorm", "feedforward_layer_norm")
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            found[name] = tensor
+    return found
+
+
+FAMILIES = {
+    "bamba": bamba, "granitemoehybrid": granite, "qwen3_next": qwen_next, "lfm2": lfm2,
+    "falcon_h1": falcon, "olmo_hybrid": olmo,
+}  # fmt: skip
 
 
 def make_text_checkpoint(path: Path, family: str, seed: int) -> TinyCheckpoint:
@@ -148,6 +231,8 @@ def make_text_checkpoint(path: Path, family: str, seed: int) -> TinyCheckpoint:
     model = FAMILIES[family](random.Random(seed)).float().eval()
     randomise(model, seed)
     model.save_pretrained(path)
+    if family == "olmo_hybrid":
+        save_file(_released_olmo(model), path / "model.safetensors", metadata={"format": "pt"})
     if getattr(model.config, "num_nextn_predict_layers", 0):
         file, experts = path / "model.safetensors", model.config.num_experts > 0
         head = mtp_weights(model, seed, moe=experts, one_by_one=True)

@@ -129,6 +129,8 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("mup_vector"):  # constants of the configuration
+                continue
             if name.endswith("A_log"):
                 parameter.copy_(torch.log(1 + 3 * noise.abs()))
             elif name.endswith("dt_bias"):
