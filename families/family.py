@@ -152,11 +152,11 @@ class Target(NamedTuple):
     """One of our tensors, and how a stored tensor contributes to it."""
 
     name: str
-    how: Literal["whole", "part", "stack"] = "whole"
+    how: Literal["whole", "part", "stack", "joined"] = "whole"
     """`whole`: the stored tensor itself; `part`: one of `parts` equal parts of its rows (the second last dimension; of
-    a vector, its elements); `stack`: one entry of a stack."""
+    a vector, its elements); `stack`: one entry of a stack; `joined`: the rows follow those of the tensor before it."""
     place: int = 0
-    """Index of the part, or of the entry of the stack."""
+    """Index of the part, of the entry of the stack, or of the tensor among those that are joined."""
     parts: int = 1
     ranges: tuple[tuple[int, int], ...] = ()
     """(first, end) of neighbouring parts, in place of the one at `place`: those of the first range in every group, then

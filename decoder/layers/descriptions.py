@@ -332,7 +332,7 @@ class GatedDelta:
     beta_scale: float = 1.0
     """Factor of beta, the weight of a token's change: above 1, the state's transition has negative eigenvalues."""
     separate: bool = False
-    """Whether queries, keys and values have their own projections and convolutions in checkpoints."""
+    """Whether queries, keys and values have their own projections in checkpoints."""
 
     def __post_init__(self) -> None:
         positive(
@@ -353,10 +353,6 @@ class GatedDelta:
     def inputs(self) -> tuple[str, ...]:
         """Names of the input projections of the convolution, in `in_proj_{name}`."""
         return ("q", "k", "v") if self.separate else ("qkv",)
-
-    @property
-    def convolutions(self) -> tuple[str, ...]:
-        return ("q_conv1d", "k_conv1d", "v_conv1d") if self.separate else ("conv1d",)
 
     @property
     def keys(self) -> int:
@@ -388,14 +384,12 @@ class GatedDelta:
         d, heads = self.hidden_size, self.num_value_heads
         channels = (self.keys, self.keys, self.values) if self.separate else (self.conv_dim,)
         projections = {f"in_proj_{name}.weight": (n, d) for name, n in zip(self.inputs, channels, strict=True)}
-        taps = self.conv_kernel
-        convolutions = {f"{name}.weight": (n, 1, taps) for name, n in zip(self.convolutions, channels, strict=True)}
         return {
             **projections,
             "in_proj_z.weight": (self.values, d),
             "in_proj_b.weight": (heads, d),
             "in_proj_a.weight": (heads, d),
-            **convolutions,
+            "conv1d.weight": (self.conv_dim, 1, self.conv_kernel),
             "A_log": (heads,),
             "dt_bias": (heads,),
             "norm.weight": (self.value_head_dim,),

@@ -46,9 +46,8 @@ class GatedDeltaMixer:
         self.out_proj = named_linear(weights, "out_proj", options)
         heads = spec.num_value_heads
         self.sizes = [spec.values, spec.conv_dim, heads, heads]
-        taps = [float_vector(weights, f"{name}.weight", options) for name in spec.convolutions]
         self.terms = DeltaTerms(
-            torch.cat(taps)[:, 0].t().contiguous(),
+            float_vector(weights, "conv1d.weight", options)[:, 0].t().contiguous(),
             -torch.exp(float_vector(weights, "A_log", options)),
             float_vector(weights, "dt_bias", options),
             spec.num_key_heads,

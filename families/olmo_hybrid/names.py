@@ -30,6 +30,7 @@ _PARTS = {
     "input_layernorm.": (0, "norm."),
     "post_feedforward_layernorm.": (1, "norm."),
 }
+_CONVOLUTION = re.compile(r"^linear_attn\.([qkv])_conv1d\.weight$")
 _AFTER_ATTENTION = ("post_attention_layernorm.", "feedforward_layer_norm.")
 """Names of one norm, in transformers and in released files. In layers with attention it is that of attention, in others
 that of the MLP."""
@@ -43,6 +44,8 @@ def weights(config: FamilyConfig) -> Callable[[str], list[Target]]:
             return []
         if layer := _LAYER.match(name):
             first = 2 * int(layer[1])
+            if part := _CONVOLUTION.match(layer[2]):  # the channels of queries, keys and values; or equal thirds
+                return [Target(f"model.layers.{first}.mixer.conv1d.weight", "joined", "qkv".index(part[1]))]
             attention = first < len(layers) and layers[first].norm_after
             between = dict.fromkeys(_AFTER_ATTENTION, (0 if attention else 1, "norm."))
             for prefix, (which, ours) in (_PARTS | between).items():

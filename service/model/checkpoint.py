@@ -241,6 +241,8 @@ class Checkpoint:
                 source = self._sources[name]
                 if source.target.how == "stack":
                     yield name, Stack(partial(read, source.names), shape_of(source, self.weights))
+                elif source.target.how == "joined":
+                    yield name, _joined([read(source.names, i) for i in range(len(source.names))])
                 else:
                     yield name, _made(read(source.names, 0), source.target)
             reached()
@@ -268,6 +270,15 @@ def open_checkpoint(model: str, revision: str | None = None, *, outline: bool = 
     path = resolve_model(model, revision)
     name = model if model == "demo" or not Path(model).expanduser().is_dir() else None
     return Checkpoint(path, name=name, outline=outline)
+
+
+def _joined(parts: Sequence[torch.Tensor | Quantised]) -> torch.Tensor | Quantised:
+    import torch  # imported here, and below, because frontend processes read tables, not tensors
+
+    from kernels.linear import concatenate
+
+    plain = [part for part in parts if isinstance(part, torch.Tensor)]
+    return torch.cat(plain) if len(plain) == len(parts) else concatenate(parts)
 
 
 def _made(tensor: torch.Tensor | Quantised, target: Target) -> torch.Tensor | Quantised:

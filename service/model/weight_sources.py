@@ -12,11 +12,11 @@ from service.model.modelconfig import ModelConfig
 
 @dataclass(frozen=True)
 class Source:
-    """The source of the tensor of one native name: one stored tensor, or several to stack."""
+    """The source of the tensor of one native name: one stored tensor, or several to stack or join."""
 
     names: tuple[str, ...]
     target: Target
-    """How the stored tensor becomes the native one; for a stack, the target of the first."""
+    """How the stored tensor becomes the native one; if there are several, the target of the first."""
 
 
 def expected_weights(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], set[str]]:
@@ -44,7 +44,7 @@ def find_sources(
             not_served.append(name)
         for target in used:
             entries = found.setdefault(target.name, {})
-            entry = target.place if target.how == "stack" else -1
+            entry = target.place if target.how in ("stack", "joined") else -1
             if entry in entries or (entries and (entry < 0) != (min(entries) < 0)):
                 problems.append(f"{name} and {next(iter(entries.values()))[0]} are both {target.name}")
             entries[entry] = name, target
@@ -98,6 +98,10 @@ def shape_of(source: Source, stored: Mapping[str, StoredWeight]) -> tuple[int, .
     if target.how == "stack":
         same = all(stored[name].shape == first for name in source.names)
         return (len(source.names), *first) if same else ()
+    if target.how == "joined":
+        shapes = [stored[name].shape for name in source.names]
+        fit = all(shape and shape[1:] == first[1:] for shape in shapes)
+        return (sum(shape[0] for shape in shapes), *first[1:]) if fit else ()
     return first
 
 

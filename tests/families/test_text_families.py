@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from speculation import pairwise
 from text_families import FAMILIES, make_text_checkpoint
 from tiny_checkpoint import VOCAB
@@ -118,6 +119,30 @@ def test_quantised_files_are_read_back(tmp_path: Path, family: str) -> None:
         return tokens(run(runner, request("a", [5, 7, 9], greedy_params(12)))["a"])
 
     assert answer(Checkpoint(tmp_path / "small"), None) == answer(checkpoint, "int8")
+
+
+@pytest.mark.parametrize("seed", [2, 3], ids=["thirds", "released"])
+def test_joined_weights_are_read_back_from_compressed_tensors(tmp_path: Path, seed: int) -> None:
+    """The convolution of OLMo Hybrid, wherever its channels are divided."""
+    tiny = make_text_checkpoint(tmp_path / "model", "olmo_hybrid", seed)
+    original = Checkpoint(tiny.path)
+    plain = dict(original.decoder_weights())
+    names = [name for name in plain if name.endswith("conv1d.weight")]
+    assert names
+    for name in names:
+        layer = int(name.split(".")[2]) // 2
+        assert torch.equal(plain[name], tiny.model.state_dict()[f"model.layers.{layer}.linear_attn.conv1d.weight"])
+    quantise_checkpoint(original, tmp_path / "small", "fp8", "compressed-tensors")
+    small = dict(Checkpoint(tmp_path / "small").decoder_weights())
+    assert all(torch.equal(small[name], plain[name]) for name in names)
+
+
+def test_a_joined_weight_needs_all_parts(tmp_path: Path) -> None:
+    make_text_checkpoint(tmp_path, "olmo_hybrid", 3)
+    file = tmp_path / "model.safetensors"
+    save_file({n: t for n, t in load_file(file).items() if "k_conv1d" not in n}, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"conv1d\.weight has entries \[0, 2\], which do not count up from 0"):
+        Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("naming", ["released", "native"])

@@ -200,8 +200,8 @@ def olmo(rng: random.Random) -> Any:
 
 
 def _released_olmo(model: OlmoHybridForCausalLM) -> dict[str, torch.Tensor]:
-    """The weights as released: norms before gated delta layers have other names, and each part of their input has its
-    own convolution. transformers writes three equal parts and renames norms of attention layers too."""
+    """The weights as released: norms before gated delta layers have other names, and queries, keys and values have
+    their own convolutions. transformers writes three equal parts and renames norms of attention layers too."""
     config, found = model.config, {}
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     sizes = [keys, keys, config.linear_num_value_heads * config.linear_value_head_dim]
@@ -231,7 +231,7 @@ def make_text_checkpoint(path: Path, family: str, seed: int) -> TinyCheckpoint:
     model = FAMILIES[family](random.Random(seed)).float().eval()
     randomise(model, seed)
     model.save_pretrained(path)
-    if family == "olmo_hybrid":
+    if family == "olmo_hybrid" and seed % 2:
         save_file(_released_olmo(model), path / "model.safetensors", metadata={"format": "pt"})
     if getattr(model.config, "num_nextn_predict_layers", 0):
         file, experts = path / "model.safetensors", model.config.num_experts > 0
