@@ -82,7 +82,8 @@ def experts_operations(
     correction = None if mixer.correction_E is None else operations.pointer(mixer.correction_E)
     mixture = structs.Experts(
         spec.n_routed_experts, spec.num_experts_per_tok, spec.n_group, spec.topk_group, int(spec.norm_topk_prob),
-        spec.routed_scaling_factor, correction, *(ctypes.addressof(table) for table in tables), row_scale,
+        spec.routed_scaling_factor, spec.weight_epsilon, correction, *(ctypes.addressof(table) for table in tables),
+        row_scale,
     )  # fmt: skip
     operations.route(spec, tables, mixture)
 

@@ -29,6 +29,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen3_5.MOE_FAMILY,
     qwen3_next.FAMILY,
     lfm2.FAMILY,
+    lfm2.MOE_FAMILY,
     minicpmv4_6.FAMILY,
     minicpmv4_7.FAMILY,
 )

@@ -78,6 +78,10 @@ class Experts:
     topk_group: int = 1
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
+    correction: bool = True
+    """Whether sigmoid routing has a correction bias."""
+    weight_epsilon: float = 1e-20
+    """What is added to the sum of a token's weights before they are divided by it, with sigmoid routing."""
 
     def __post_init__(self) -> None:
         check_activation(self.mlp_hidden_act)
@@ -86,9 +90,11 @@ class Experts:
         require(latent is None or latent >= 1, f"moe_latent_size must be at least 1, not {latent}")
         if self.moe_shared_expert_intermediate_size is not None:
             positive(self, "moe_shared_expert_intermediate_size")
+        require(self.weight_epsilon >= 0, f"weight_epsilon must be at least 0, not {self.weight_epsilon}")
         require(self.shared is not None or not self.shared_gate, "shared_gate needs a shared expert, but there is none")
         if self.routing == "softmax":
             sigmoid = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
+            sigmoid |= {"correction": True, "weight_epsilon": 1e-20}
             for name, only in sigmoid.items():
                 require(getattr(self, name) == only, f"{name} must be {only} with softmax routing")
         experts, groups, kept, chosen = self.n_routed_experts, self.n_group, self.topk_group, self.num_experts_per_tok
@@ -124,7 +130,7 @@ class Experts:
     def weights(self) -> dict[str, tuple[int, ...]]:
         experts = self.n_routed_experts
         found: dict[str, tuple[int, ...]] = {"gate.weight": (experts, self.hidden_size)}
-        if self.routing == "sigmoid":
+        if self.routing == "sigmoid" and self.correction:
             found["gate.e_score_correction_bias"] = (experts,)
         for name, shape in self.expert.weights().items():
             found[f"experts.{name.removesuffix('.weight')}"] = (experts, *shape)

@@ -41,9 +41,11 @@ class ExpertsMixer:
     def __init__(self, spec: Experts, options: DecoderOptions, weights: Weights) -> None:
         self.spec = spec
         self.gate_ED = float_vector(weights, "gate.weight", options)
-        self.correction_E = (
-            float_vector(weights, "gate.e_score_correction_bias", options) if spec.routing == "sigmoid" else None
-        )
+        self.correction_E = None
+        """`[E]` float32, zeros without a correction bias; None for a softmax."""
+        if spec.routing == "sigmoid":
+            name, zeros = "gate.e_score_correction_bias", self.gate_ED.new_zeros(spec.n_routed_experts)
+            self.correction_E = float_vector(weights, name, options) if spec.correction else zeros
         self.experts = _experts(spec, options, weights)
         shared = weights_below(weights, "shared_experts.")
         self.shared = None if spec.shared is None else mlp_of(spec.shared, options, shared)
@@ -66,6 +68,7 @@ class ExpertsMixer:
                 spec.topk_group,
                 spec.norm_topk_prob,
                 spec.routed_scaling_factor,
+                spec.weight_epsilon,
             )
         inner = x_TD if self.enter is None else self.enter(x_TD)
         routed = run_experts(inner, experts, weights, self.experts)

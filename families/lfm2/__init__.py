@@ -1,8 +1,9 @@
-"""LFM2 and LFM2.5 (Liquid AI): gated short convolutions and grouped-query attention, each followed by a SwiGLU MLP.
-Text only."""
+"""LFM2 and LFM2.5 (Liquid AI): gated short convolutions and grouped-query attention, each followed by a SwiGLU MLP or
+experts. Text only."""
 
 from families.family import Family
-from families.lfm2.config import read_config
+from families.lfm2.config import read_config, read_moe_config
 from families.lfm2.names import weights
 
 FAMILY = Family(name="lfm2", read_config=read_config, weights=weights, aliases=("Lfm2ForCausalLM",))
+MOE_FAMILY = Family(name="lfm2_moe", read_config=read_moe_config, weights=weights, aliases=("Lfm2MoeForCausalLM",))

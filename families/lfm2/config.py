@@ -1,4 +1,4 @@
-"""`config.json` -> `DecoderConfig`. Reference: transformers, models/lfm2/configuration_lfm2.py and modeling_lfm2.py.
+"""`config.json` -> `DecoderConfig`. Reference: transformers, models/lfm2 and models/lfm2_moe.
 
 Other families whose decoder is LFM2 call `decoder_config` with the section of their file about the text.
 """
@@ -6,13 +6,14 @@ Other families whose decoder is LFM2 call `decoder_config` with the section of t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from decoder.config import DecoderConfig
-from decoder.layers.descriptions import Attention, Mlp, ShortConv
+from decoder.layers.descriptions import Attention, Experts, Mlp, ShortConv
 from decoder.layers.spec import Layer, MixerSpec
 from families import fields
-from families.files import CheckpointError, checkpoint_errors
+from families.files import CheckpointError, checkpoint_errors, first
 
 THETA = 1000000.0
 """Default base of the rotary frequencies."""
@@ -21,14 +22,15 @@ KV_HEADS = 8
 CONVOLUTION, ATTENTION = "conv", "full_attention"
 
 
-def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
-    """Reads the decoder's fields. Raises CheckpointError naming the field at fault."""
+def decoder_config(text: Mapping[str, Any], *, moe: bool = False) -> DecoderConfig:
+    """Reads the decoder's fields. `moe`: those of `lfm2_moe`, in which all layers but the first have experts. Raises
+    CheckpointError naming the field at fault."""
     with checkpoint_errors("config.json"):
-        return _decoder_config(text)
+        return _decoder_config(text, moe)
 
 
-def _decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
-    fields.required(text, "vocab_size", "hidden_size", "num_hidden_layers")
+def _decoder_config(text: Mapping[str, Any], moe: bool) -> DecoderConfig:
+    fields.required(text, "vocab_size", "hidden_size", "num_hidden_layers", *("layer_types",) * moe)
     vocab, hidden = (fields.count(text, name) for name in ("vocab_size", "hidden_size"))
     layers = fields.count(text, "num_hidden_layers", most=fields.MOST_LAYERS)
     fields.only(text, "hidden_act", "silu")
@@ -40,10 +42,12 @@ def _decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
     eps = fields.number(text, "norm_eps", 1e-5)
     kinds = layer_kinds(text, layers)
     mixers: dict[str, MixerSpec] = {CONVOLUTION: short_conv(text, hidden), ATTENTION: attention(text, hidden, eps)}
-    mlp = Mlp(hidden, inner_width(text), "silu", gated=True)
+    mlp = Mlp(hidden, fields.count(text, "intermediate_size", 7168) if moe else inner_width(text), "silu", gated=True)
+    routed, dense = (experts(text, hidden), dense_layers(text)) if moe else (mlp, layers)
     found = []
-    for kind in kinds:
-        found += [Layer((("mixer", mixers[kind]),)), Layer((("mixer", mlp),))]
+    for index, kind in enumerate(kinds):
+        follows = mlp if index < dense else routed
+        found += [Layer((("mixer", mixers[kind]),)), Layer((("mixer", follows),))]
     return DecoderConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -106,6 +110,31 @@ def _listed(text: Mapping[str, Any], layers: int) -> list[str]:
     return [ATTENTION if index in found else CONVOLUTION for index in range(layers)]
 
 
+def dense_layers(text: Mapping[str, Any]) -> int:
+    """The number of layers, the first ones, that have an MLP in place of experts. Raises CheckpointError."""
+    found = first(text, "num_dense_layers", default=2)
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        raise CheckpointError(f"config.json: num_dense_layers must be a whole number of at least 0, not {found!r}")
+    return found
+
+
+def experts(text: Mapping[str, Any], hidden: int) -> Experts:
+    """Reads the experts' fields. Raises CheckpointError."""
+    return Experts(
+        hidden_size=hidden,
+        n_routed_experts=fields.count(text, "num_experts", 32),
+        num_experts_per_tok=fields.count(text, "num_experts_per_tok", 4),
+        moe_intermediate_size=fields.count(text, "moe_intermediate_size", 1792),
+        moe_shared_expert_intermediate_size=None,
+        mlp_hidden_act="silu",
+        gated=True,
+        norm_topk_prob=fields.flag(text, "norm_topk_prob", True, null=False),
+        routed_scaling_factor=fields.number(text, "routed_scaling_factor", 1.0),
+        correction=fields.flag(text, "use_expert_bias", True, null=False),
+        weight_epsilon=1e-6,
+    )
+
+
 def short_conv(text: Mapping[str, Any], hidden: int) -> ShortConv:
     """Reads the convolution's fields. Raises CheckpointError."""
     taps = fields.count(text, "conv_L_cache", 3)
@@ -131,3 +160,4 @@ def attention(text: Mapping[str, Any], hidden: int, eps: float) -> Attention:
 
 
 read_config = fields.text_only(decoder_config)
+read_moe_config = fields.text_only(partial(decoder_config, moe=True))

@@ -1,6 +1,7 @@
 """Maps names of published weights to the server's names.
 
-A published layer is two layers here: short convolution or attention, then the MLP.
+A published layer is two layers here: short convolution or attention, then the MLP or experts. Experts are stored one by
+one, or as one tensor (gate projections before up projections).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ _OUTER = {
     "embedding_norm.weight": "model.norm_f.weight",
 }
 _LAYER = re.compile(r"^layers\.(\d+)\.(.*)$")
+_EXPERT = re.compile(r"^feed_forward\.experts\.(\d+)\.(w[123])\.weight$")
+_OF_EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 # Prefix in a published layer -> (which of the two layers here, prefix in it).
 _PARTS = {
     "operator_norm.": (0, "norm."),
@@ -25,6 +28,9 @@ _PARTS = {
     "self_attn.q_layernorm.": (0, "mixer.q_norm."),
     "self_attn.k_layernorm.": (0, "mixer.k_norm."),
     "self_attn.": (0, "mixer."),
+    "feed_forward.gate.": (1, "mixer.gate."),
+    "feed_forward.expert_bias": (1, "mixer.gate.e_score_correction_bias"),
+    "feed_forward.experts.down_proj": (1, "mixer.experts.down_proj"),
     "feed_forward.w1.": (1, "mixer.gate_proj."),
     "feed_forward.w3.": (1, "mixer.up_proj."),
     "feed_forward.w2.": (1, "mixer.down_proj."),
@@ -42,7 +48,14 @@ def targets(name: str, prefix: str = "model.") -> list[Target]:
         return [Target(name)]
     inner = name.removeprefix(prefix)
     if layer := _LAYER.match(inner):
+        of, part = 2 * int(layer[1]), layer[2]
+        if expert := _EXPERT.match(part):
+            ours = f"model.layers.{of + 1}.mixer.experts.{_OF_EXPERT[expert[2]]}"
+            return [Target(ours, "stack", int(expert[1]))]
+        if part == "feed_forward.experts.gate_up_proj":
+            both = enumerate(("gate_proj", "up_proj"))
+            return [Target(f"model.layers.{of + 1}.mixer.experts.{ours}", "part", place, 2) for place, ours in both]
         for stored, (which, ours) in _PARTS.items():
-            if layer[2].startswith(stored):
-                return [Target(f"model.layers.{2 * int(layer[1]) + which}.{ours}{layer[2].removeprefix(stored)}")]
+            if part.startswith(stored):
+                return [Target(f"model.layers.{of + which}.{ours}{part.removeprefix(stored)}")]
     return [Target(_OUTER.get(inner, name))]

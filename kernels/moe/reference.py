@@ -21,13 +21,14 @@ def route(
     kept_groups: int = 1,
     normalise: bool = True,
     scaling: float = 1.0,
+    epsilon: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     """The chosen experts `[T, K]` int64 and their weights `[T, K]` float32, from sigmoid scores.
 
     x: `[T, D]`; gate: `[E, D]` and correction: `[E]`, float32. The correction is added for the choice only, not to the
     weights. With fewer `kept_groups` than `groups`, experts are chosen only from the groups with the largest sums of
-    their two best experts' scores. `normalise`: the weights of a token are divided by their sum; then they are
-    multiplied by `scaling`.
+    their two best experts' scores. `normalise`: the weights of a token are divided by their sum plus `epsilon`;
+    then they are multiplied by `scaling`.
     """
     scores = torch.sigmoid(F.linear(x_TD.float(), gate_ED))
     choice = scores + correction_E
@@ -39,7 +40,7 @@ def route(
     experts = choice.topk(top_k, dim=-1)[1]
     weights = scores.gather(1, experts)
     if normalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + epsilon)
     return experts, weights * scaling
 
 

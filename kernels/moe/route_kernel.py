@@ -70,6 +70,7 @@ def _choose(  # type: ignore[no-untyped-def]
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NORMALISE: tl.constexpr,
+    EPSILON: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):
     i_token = tl.program_id(0).to(tl.int64)
@@ -119,7 +120,7 @@ def _choose(  # type: ignore[no-untyped-def]
         weights = tl.exp(weights - tl.max(weights, 0))
         weights = weights / tl.sum(weights, 0)
     if NORMALISE:
-        weights = weights / (tl.sum(weights, 0) + 1e-20)
+        weights = weights / (tl.sum(weights, 0) + EPSILON)
     tl.store(p_experts + i_token * K + o_k, experts.to(tl.int64), mask=o_k < K)
     tl.store(p_weights + i_token * K + o_k, weights * scaling, mask=o_k < K)
 
@@ -133,16 +134,17 @@ def route(
     kept_groups: int = 1,
     normalise: bool = True,
     scaling: float = 1.0,
+    epsilon: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     """Like the reference; the lowest id wins among equals. The product is computed in float32, in the same order
     for any number of tokens."""
-    return _route(x_TD, gate_ED, correction_E, top_k, groups, kept_groups, normalise, scaling)
+    return _route(x_TD, gate_ED, correction_E, top_k, groups, kept_groups, normalise, scaling, epsilon)
 
 
 def route_softmax(x_TD: Tensor, gate_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Like the reference; the lowest id wins among equals. The product is computed in float32, in the same order
     for any number of tokens."""
-    return _route(x_TD, gate_ED, None, top_k, 1, 1, False, 1.0)
+    return _route(x_TD, gate_ED, None, top_k, 1, 1, False, 1.0, 0.0)
 
 
 def _route(
@@ -154,6 +156,7 @@ def _route(
     kept_groups: int,
     normalise: bool,
     scaling: float,
+    epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     """`correction` None: softmax."""
     (tokens, width), experts = x_TD.shape, gate_ED.shape[0]
@@ -196,6 +199,7 @@ def _route(
         BLOCK_S=triton.next_power_of_2(experts // groups),
         BLOCK_K=triton.next_power_of_2(top_k),
         NORMALISE=normalise,
+        EPSILON=epsilon,
         SOFTMAX=correction_E is None,
         num_warps=1,
     )

@@ -62,7 +62,7 @@ void route(const Model& m, const Op& op, int64_t token, float* scratch) {
             if (group_score[g] != -INFINITE) std::fill(choice + g * size, choice + (g + 1) * size, -INFINITE);
     }
     int64_t* picks = m.picks + token * experts.chosen;
-    float *shares = m.shares + token * experts.chosen, sum = experts.correction ? 1e-20f : 0.0f;
+    float *shares = m.shares + token * experts.chosen, sum = experts.correction ? experts.epsilon : 0.0f;
     for (int64_t i = 0; i < experts.chosen; i++) picks[i] = take_largest(choice, experts.count);
     std::sort(picks, picks + experts.chosen);
     if (!experts.correction) {  // a softmax; the largest exponent is 0

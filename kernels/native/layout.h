@@ -46,8 +46,8 @@ void add_weight(Layout& layout) {
 void add_experts(Layout& layout) {
     STRUCT(Experts);
     FIELD(Experts, count); FIELD(Experts, chosen); FIELD(Experts, groups); FIELD(Experts, kept);
-    FIELD(Experts, normalise); FIELD(Experts, scaling); FIELD(Experts, correction); FIELD(Experts, up);
-    FIELD(Experts, down); FIELD(Experts, shared);
+    FIELD(Experts, normalise); FIELD(Experts, scaling); FIELD(Experts, epsilon); FIELD(Experts, correction);
+    FIELD(Experts, up); FIELD(Experts, down); FIELD(Experts, shared);
 }
 
 void add_attention_shape(Layout& layout) {

@@ -79,6 +79,7 @@ struct Experts {
     int64_t groups, kept;   // groups of adjacent experts, and from how many groups a token chooses
     int64_t normalise;      // whether a token's weights are divided by their sum
     float scaling;          // factor of the weights
+    float epsilon;          // what is added to the sum by which they are divided; not with a softmax
     // [count]: what is added to the sigmoids by which experts are chosen; null: a softmax over the chosen experts
     const float* correction;
     const Weight *up, *down;  // [count]

@@ -112,7 +112,7 @@ class Weight(Structure):
 class Experts(Structure):
     _fields_ = [
         ("count", c_int64), ("chosen", c_int64), ("groups", c_int64), ("kept", c_int64), ("normalise", c_int64),
-        ("scaling", c_float), ("correction", c_void_p), ("up", c_void_p), ("down", c_void_p),
+        ("scaling", c_float), ("epsilon", c_float), ("correction", c_void_p), ("up", c_void_p), ("down", c_void_p),
         ("shared", c_void_p),
     ]  # fmt: skip
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.lfm2_moe.configuration_lfm2_moe import Lfm2MoeConfig
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeSparseMoeBlock
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
 
@@ -17,6 +19,7 @@ from decoder.config import DecoderOptions
 from decoder.layers.descriptions import Experts
 from decoder.layers.experts import ExpertsMixer
 from decoder.layers.linear import stored_stack
+from families.lfm2.config import experts
 from kernels.linear import Quantised, Stack, quantise
 
 
@@ -57,12 +60,48 @@ def test_softmax_routing_and_gated_shared_expert(seed: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("normalised", [False, True])
+def test_sigmoid_routing_of_lfm2(corrected: bool, normalised: bool) -> None:
+    """With scores so small that what is added to their sum matters."""
+    torch.manual_seed(3)
+    config = Lfm2MoeConfig(
+        hidden_size=24, moe_intermediate_size=8, num_experts=6, num_experts_per_tok=2, use_expert_bias=corrected,
+        norm_topk_prob=normalised, routed_scaling_factor=2.5, num_hidden_layers=1, layer_types=["conv"],
+    )  # fmt: skip
+    block = Lfm2MoeSparseMoeBlock(config)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[-1] ** -0.5)
+    with torch.no_grad():
+        block.gate.weight -= 0.8
+    gate, up = block.experts.gate_up_proj.detach().chunk(2, 1)
+    weights = {
+        "gate.weight": block.gate.weight.detach(),
+        "experts.gate_proj": gate,
+        "experts.up_proj": up,
+        "experts.down_proj": block.experts.down_proj.detach(),
+    }
+    if corrected:
+        weights["gate.e_score_correction_bias"] = block.expert_bias.normal_(0.0, 1e-6)
+    published = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "routed_scaling_factor": 2.5}
+    spec = experts({**published, "use_expert_bias": corrected, "norm_topk_prob": normalised}, 24)
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == spec.weights()
+    x = torch.randn(50, 24) + 0.7
+    with torch.no_grad():
+        expected = block(x[None])[0]
+        found = ExpertsMixer(spec, DecoderOptions(), weights)(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
+    plain = ExpertsMixer(replace(spec, weight_epsilon=1e-20), DecoderOptions(), weights)(x)
+    assert torch.allclose(plain, expected, rtol=1e-3) is not normalised
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"moe_shared_expert_intermediate_size": None, "shared_gate": True}, "shared_gate needs a shared expert"),
         ({"norm_topk_prob": False}, "norm_topk_prob must be True with softmax routing"),
         ({"routed_scaling_factor": 2.5}, "routed_scaling_factor must be 1.0 with softmax routing"),
+        ({"correction": False}, "correction must be True with softmax routing"),
         ({"n_group": 2, "topk_group": 1}, "n_group must be 1 with softmax routing"),
     ],
 )

@@ -52,6 +52,7 @@ SHAPES = {
     "ungated-shared": Shape((replace(QWEN, gated=False, shared_gate=False, mlp_hidden_act="gelu"),)),
     "latent-swiglu": Shape((Experts(64, 8, 3, 24, 40, 21, "silu", gated=True, mlp_bias=True),), 0.7),
     "wide": Shape((Mlp(1100, 70, "silu", gated=True),)),
+    "lfm2": Shape((Experts(64, 8, 3, 24, None, None, "silu", gated=True, correction=False, weight_epsilon=0.5),)),
 }
 
 

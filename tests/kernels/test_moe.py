@@ -23,13 +23,13 @@ def chosen(scores: list[float], correction: list[float], top_k: int, groups: int
 @pytest.mark.parametrize(("groups", "kept", "top_k"), [(1, 1, 3), (4, 2, 3), (4, 4, 1), (2, 1, 4), (8, 3, 3)])
 def test_route(normalise: bool, groups: int, kept: int, top_k: int) -> None:
     x, gate, correction = torch.randn(17, 6), torch.randn(8, 6), torch.randn(8)
-    experts, weights = route(x, gate, correction, top_k, groups, kept, normalise, 2.5)
+    experts, weights = route(x, gate, correction, top_k, groups, kept, normalise, 2.5, 0.5)
     scores = torch.sigmoid(x @ gate.T)
     for token in range(17):
         ids = experts[token].tolist()
         assert set(ids) == chosen(scores[token].tolist(), correction.tolist(), top_k, groups, kept)
         own = scores[token, ids]
-        expected = 2.5 * (own / own.sum() if normalise else own)
+        expected = 2.5 * (own / (own.sum() + 0.5) if normalise else own)
         torch.testing.assert_close(weights[token], expected)
 
 

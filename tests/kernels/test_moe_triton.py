@@ -31,7 +31,7 @@ def kernels_run() -> Iterator[None]:
 @pytest.mark.parametrize(("experts", "groups", "kept", "top_k"), [(8, 1, 1, 3), (12, 4, 2, 5), (6, 6, 3, 3)])
 def test_route_chooses_as_the_reference(experts: int, groups: int, kept: int, top_k: int, normalise: bool) -> None:
     x, gate, correction = torch.randn(19, 24), torch.randn(experts, 24), torch.randn(experts)
-    given = (x, gate, correction, top_k, groups, kept, normalise, 2.5)
+    given = (x, gate, correction, top_k, groups, kept, normalise, 2.5, 0.5)
     found, weights = route(*given)
     expected, shares = reference.route(*given)
     assert torch.equal(found, expected)

@@ -88,6 +88,18 @@ def lfm2(hidden: int, heads: int, inner: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def lfm2_moe() -> dict[str, Any]:
+    """LFM2-8B-A1B."""
+    return {
+        "model_type": "lfm2_moe", "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 7168,
+        "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 8, "conv_L_cache": 3,
+        "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+        "num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2, "moe_intermediate_size": 1792,
+        "use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "norm_eps": 1e-5,
+        "max_position_embeddings": 128000, "rope_theta": 1e6, "dtype": "bfloat16", "eos_token_id": 7,
+    }  # fmt: skip
+
+
 def nemotron(pattern: str, **fields: Any) -> dict[str, Any]:
     """A NemotronH decoder with this layer pattern."""
     return {
@@ -126,7 +138,7 @@ def models() -> dict[str, dict[str, Any]]:
     others = {"Nemotron-Nano-9B-v2": NANO_9B, "Nemotron-3-Nano-30B-A3B": NANO_30B, "Bamba-9B": bamba()}
     others |= {"Falcon-H1-0.5B": falcon(), "Olmo-Hybrid-7B": olmo(), "Qwen3-Next-80B-A3B": qwen_next()}
     others["LFM2-350M"], others["LFM2-700M"] = lfm2(1024, 16, 6656), lfm2(1536, 24, 10240)
-    others["LFM2-1.2B"] = lfm2(2048, 32, 12288)
+    others["LFM2-1.2B"], others["LFM2-8B-A1B"] = lfm2(2048, 32, 12288), lfm2_moe()
     return {**qwen, "MiniCPM-V-4.6": minicpm(), "Nemotron-3-Nano-Omni-30B-A3B": omni(), **others}
 
 
@@ -138,7 +150,7 @@ HUB_IDS = {
     "Bamba-9B": "ibm-ai-platform/Bamba-9B",
     "Falcon-H1-0.5B": "tiiuae/Falcon-H1-0.5B-Instruct",
     "Olmo-Hybrid-7B": "allenai/Olmo-Hybrid-7B",
-    **{f"LFM2-{name}": f"LiquidAI/LFM2-{name}" for name in ("350M", "700M", "1.2B")},
+    **{f"LFM2-{name}": f"LiquidAI/LFM2-{name}" for name in ("350M", "700M", "1.2B", "8B-A1B")},
     "Qwen3-Next-80B-A3B": "Qwen/Qwen3-Next-80B-A3B-Instruct",
 }
 """Their names on the Hugging Face hub, if known."""

@@ -19,6 +19,8 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
     Qwen3NextConfig,
@@ -121,26 +123,45 @@ def lfm2(rng: random.Random) -> Any:
     layers, kv = rng.randint(1, 4), rng.choice([1, 2])
     heads = kv * rng.choice([1, 2, 4])
     kinds = ["conv", rng.choice(["conv", "full_attention"])]  # many models without attention
+    shared = {
+        "vocab_size": VOCAB,
+        "hidden_size": heads * rng.choice([8, 16]),
+        "intermediate_size": rng.choice([24, 41]),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "max_position_embeddings": 512,
+        "norm_eps": rng.choice([1e-5, 1e-6]),
+        "tie_word_embeddings": rng.random() < 0.5,
+        "rope_parameters": rng.choice([None, {"rope_type": "default", "rope_theta": 1e4}]),
+        "conv_bias": rng.random() < 0.3,
+        "conv_L_cache": rng.choice([2, 3, 4, 5]),
+        "layer_types": [rng.choice(kinds) for _ in range(layers)],
+        "eos_token_id": [2, 7],
+    }
+    if rng.random() < 0.5:
+        return Lfm2MoeForCausalLM(_lfm2_moe(rng, shared))
     config = Lfm2Config(
-        vocab_size=VOCAB,
-        hidden_size=heads * rng.choice([8, 16]),
-        intermediate_size=rng.choice([24, 41]),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        max_position_embeddings=512,
-        norm_eps=rng.choice([1e-5, 1e-6]),
-        tie_word_embeddings=rng.random() < 0.5,
-        rope_parameters=rng.choice([None, {"rope_type": "default", "rope_theta": 1e4}]),
-        conv_bias=rng.random() < 0.3,
-        conv_L_cache=rng.choice([2, 3, 4, 5]),
         block_multiple_of=rng.choice([4, 16]),
         block_ffn_dim_multiplier=rng.choice([1.0, 1.3]),
         block_auto_adjust_ff_dim=rng.random() < 0.7,
-        layer_types=[rng.choice(kinds) for _ in range(layers)],
-        eos_token_id=[2, 7],
+        **shared,
     )
     return Lfm2ForCausalLM(config)
+
+
+def _lfm2_moe(rng: random.Random, shared: dict[str, Any]) -> Lfm2MoeConfig:
+    """With the first layers dense, all or none of them."""
+    return Lfm2MoeConfig(
+        num_dense_layers=rng.choice([0, 1, 2]),
+        num_experts=rng.choice([4, 6]),
+        num_experts_per_tok=rng.choice([1, 2]),
+        moe_intermediate_size=rng.choice([8, 24]),
+        use_expert_bias=rng.random() < 0.7,
+        norm_topk_prob=rng.random() < 0.7,
+        routed_scaling_factor=rng.choice([1.0, 2.5]),
+        **shared,
+    )
 
 
 def falcon(rng: random.Random) -> Any:

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from published_models import models
-from transformers import Lfm2Config
+from transformers import Lfm2Config, Lfm2MoeConfig, Lfm2MoeForCausalLM
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
-from decoder.layers.descriptions import Attention, Mlp, ShortConv
+from decoder.layers.descriptions import Attention, Experts, Mlp, ShortConv
 from families import CheckpointError
 from families.family import ModelFiles
-from families.lfm2 import FAMILY
+from families.lfm2 import FAMILY, MOE_FAMILY
+from service.model.checkpoint import Checkpoint
 
 TINY: dict[str, Any] = {
     "model_type": "lfm2", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 50, "num_hidden_layers": 3,
@@ -86,6 +88,56 @@ def test_a_published_configuration() -> None:
     convolutions = [mixer for mixer in decoder.mixers if isinstance(mixer, ShortConv)]
     assert mlps == {8192} and len(convolutions) == 10 and convolutions[0].conv_kernel == 3
     assert decoder.tie_word_embeddings and decoder.scan_chunk is None
+
+
+MOE: dict[str, Any] = TINY | {
+    "layer_types": ["conv", "full_attention", "conv"], "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8, "num_dense_layers": 1,
+}  # fmt: skip
+
+
+def read_moe(**changes: Any) -> Any:
+    return MOE_FAMILY.read_config(ModelFiles(Path(), MOE | changes)).decoder
+
+
+@pytest.mark.parametrize("dense", [0, 1, 2, 5])
+def test_which_layers_have_experts(dense: int) -> None:
+    """MLPs have the width that the file says: nothing is adjusted."""
+    config = read_moe(num_dense_layers=dense)
+    assert [isinstance(mixer, Experts) for mixer in config.mixers[1::2]] == [index >= dense for index in range(3)]
+    assert {mixer.intermediate_size for mixer in config.mixers if isinstance(mixer, Mlp)} == ({50} if dense else set())
+
+
+@pytest.mark.parametrize("naming", ["released", "native"])
+def test_experts_are_stored_one_by_one_or_in_stacks(tmp_path: Path, naming: str) -> None:
+    torch.manual_seed(0)
+    model = Lfm2MoeForCausalLM(Lfm2MoeConfig(**{name: value for name, value in MOE.items() if name != "model_type"}))
+    model.save_pretrained(tmp_path, save_original_format=naming == "released")
+    found = dict(Checkpoint(tmp_path).decoder_weights())
+    stored = dict(model.named_parameters())["model.layers.1.feed_forward.experts.gate_up_proj"]
+    gate, up = (found[f"model.layers.3.mixer.experts.{name}_proj"] for name in ("gate", "up"))
+    for expert in range(4):
+        assert torch.equal(torch.cat((gate[expert], up[expert])), stored[expert])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": None}, "lacks layer_types"),
+        ({"num_dense_layers": -1}, "num_dense_layers must be a whole number of at least 0, not -1"),
+        ({"num_dense_layers": True}, "num_dense_layers must be a whole number of at least 0, not True"),
+        ({"num_experts": 0}, "num_experts must be a whole number of at least 1, not 0"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok 5 is above the 4 experts"),
+        ({"moe_intermediate_size": "8"}, "moe_intermediate_size must be a whole number of at least 1, not '8'"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor must be a number above 0, not 0"),
+        ({"use_expert_bias": 1}, "use_expert_bias must be true or false, not 1"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false, not 'yes'"),
+    ],
+    ids=str,
+)
+def test_configurations_with_experts_that_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_moe(**changes)
 
 
 @pytest.mark.parametrize(
