@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gated_decoder import gated_config
-from tiny_decoder import greedy_params, make_runner, random_weights, request, run, tiny_config, tokens
+from tiny_decoder import delta_config, greedy_params, make_runner, random_weights, request, run, tiny_config, tokens
 from triton_kernels import DEVICE
 
 from decoder.request import DecoderRequest
@@ -34,11 +34,16 @@ PROMPTS = {"a": [5, 9, 2, 5, 9, 2, 5, 9, 2, 5], "b": [4, 4, 4, 4]}
         ),
         pytest.param("GG", {"speculative": "ngram", "draft_tokens": 2, "spec_state": "slots"}, id="delta-slots"),
         pytest.param("G*", {"speculative": "ngram", "draft_tokens": 2, "spec_state": "replay"}, id="delta-replayed"),
+        pytest.param(
+            "S*", {"graphs": "on", "state_cache": "all", "state_block": 8, "page_size": 8}, id="short-checkpoints"
+        ),
+        pytest.param("SS", {"speculative": "ngram", "draft_tokens": 2, "spec_state": "slots"}, id="short-slots"),
+        pytest.param("SM", {"speculative": "ngram", "draft_tokens": 2, "spec_state": "replay"}, id="short-replayed"),
     ],
 )
 def test_kernels_give_what_the_references_give(pattern: str, options: dict[str, Any]) -> None:
     # With the gated delta rule, attention is gated, normed and has positions of three axes.
-    config = gated_config(pattern) if "G" in pattern else tiny_config(pattern)
+    config = gated_config(pattern) if "G" in pattern else delta_config(pattern)
     weights = dict(random_weights(config))
     device = str(DEVICE)
 

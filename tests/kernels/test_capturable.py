@@ -35,12 +35,12 @@ def launches() -> Iterator[list[Launch]]:
 
 @pytest.mark.parametrize("spec_state", ["slots", "replay"])
 @pytest.mark.parametrize("kind", ["decode", "mixed", "verify"])
-@pytest.mark.parametrize("model", ["plain", "delta"])
+@pytest.mark.parametrize("model", ["plain", "delta", "short"])
 def test_decoder_steps(
     kind: str, spec_state: str, model: str, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DecoderGraphs, "check_integrity", lambda self: None)  # tensors on "meta" all have the address 0
-    config = tiny_config("M-*EM") if model == "plain" else gated_config("G-*EG")
+    config = {"plain": tiny_config("M-*EM"), "delta": gated_config("G-*EG"), "short": delta_config("S-*ES")}[model]
     runner = make_runner(
         config, device="meta", max_batched_tokens=32, graphs="on", spec_state=spec_state, **SPECULATIVE
     )
@@ -50,7 +50,10 @@ def test_decoder_steps(
     for bucket in buckets:
         graphs._graphs[bucket].replay(graphs._inputs(bucket))
     names = {launch.kernel.__name__ for launch in launches}
-    wanted = {"attend", "_choose", "_rms_norm_kernel", "_gated_norm_kernel"}
+    wanted = {"attend", "_choose", "_rms_norm_kernel"} | ({"_gated_norm_kernel"} if model != "short" else set())
+    if model == "short":
+        replay = kind == "verify" and spec_state == "replay"
+        wanted.add("_packed_kernel" if kind == "mixed" else "_mix_kernel" if replay else "_update_kernel")
     if model == "delta":
         wanted |= {"_norm_rotate_kernel", "_product_kernel"}
         wanted |= {
