@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 Grid = tuple[int, int]
 """Rows and columns of patches."""
 IMAGE, VIDEO = "image", "video"
@@ -70,18 +71,19 @@ class ItemLayout:
     sizes."""
 
     grid: Grid
-    """Patch grid of every sequence that is not a slice."""
+    """Patch grid of every sequence that is not a slice; (0, 0) if all of them are slices."""
     _: KW_ONLY
     kind: str = IMAGE
     """Which of the tower's inputs takes the patches."""
     num_sequences: int = 1
-    """Attention sequences: for an image 1 plus one per slice, for a clip one per temporal patch or, if its frames are
-    cut into slices, as many per frame as an image has."""
+    """Attention sequences: for an image one per slice and, unless `grid` is (0, 0), one for the whole image; for a clip
+    one per temporal patch or, if its frames are cut into slices, as many per frame as an image has."""
     slices: Grid = (0, 0)
-    """Rows and columns of slices into which an image, or each frame, was cut; they follow the whole image, row by
-    row."""
+    """Rows and columns of slices into which an image, or each frame, was cut. Slices are in order, row by row."""
     slice_grid: Grid = (0, 0)
     """Patch grid of each slice."""
+    slices_first: bool = False
+    """Whether the slices precede the whole image, or frame, instead of following it."""
     num_frames: int = 0
     """Frames of a clip before padding; 0 for an image."""
     pruning_rate: float = 0.0
@@ -97,18 +99,19 @@ class ItemLayout:
             raise ValueError(f"patches in order {self.order!r}; known are {ROW_MAJOR!r} and {BLOCK_MAJOR!r}")
         if self.num_sequences < 1 or self.merge_size < 1:
             raise ValueError(f"{self.num_sequences} sequences, merge_size {self.merge_size}: both must be positive")
-        if self.num_slices or self.slice_grid != (0, 0):
+        if self.num_slices or self.slice_grid != (0, 0) or self.slices_first:
             self._check_slices()
 
     def _check_slices(self) -> None:
         if min(*self.slices, *self.slice_grid) < 1:
             raise ValueError(f"{self.slices} slices of {self.slice_grid} patches: all must be positive")
-        wanted = max(self.num_frames, 1) * (1 + self.num_slices)
-        if self.num_sequences != wanted or self.num_frames < 0 or self.pruning_rate:
+        if min(self.grid) < 1 and self.grid != (0, 0):
+            raise ValueError(f"a grid of {self.grid} patches: both sides must be positive, or both 0 for slices alone")
+        each = self.num_slices + self._has_whole
+        if self.num_sequences != max(self.num_frames, 1) * each or self.num_frames < 0 or self.pruning_rate:
             raise ValueError(
                 f"{self.num_sequences} sequences, {self.num_frames} frames and pruning rate {self.pruning_rate}: with "
-                f"{self.num_slices} slices there are {1 + self.num_slices} sequences for an image or frame, and the "
-                "rate is 0"
+                f"{self.num_slices} slices there are {each} sequences for an image or frame, and the rate is 0"
             )
 
     @property
@@ -117,38 +120,52 @@ class ItemLayout:
         return self.slices[0] * self.slices[1]
 
     @property
-    def num_wholes(self) -> int:
-        """Number of sequences that are not slices."""
-        return self.num_sequences // (1 + self.num_slices)
+    def num_groups(self) -> int:
+        """Groups of a whole and its slices: 1 for an image; for a clip as many as it has temporal patches or, with
+        slices, frames."""
+        return self.num_sequences // (self.num_slices + self._has_whole)
+
+    @property
+    def _has_whole(self) -> bool:
+        """Whether a whole image, frame or temporal patch has a sequence."""
+        return not self.num_slices or self.grid != (0, 0)
 
     @cached_property
     def grids(self) -> tuple[Grid, ...]:
         """Patch grid of each sequence."""
-        return (self.grid, *(self.slice_grid,) * self.num_slices) * self.num_wholes
+        return self._of_each(self.grid, self.slice_grid) * self.num_groups
+
+    def _of_each(self, whole: T, slice: T) -> tuple[T, ...]:
+        """The values of the sequences of one group, in order."""
+        wholes, slices = (whole,) * self._has_whole, (slice,) * self.num_slices
+        return slices + wholes if self.slices_first else wholes + slices
 
     @property
     def num_patches(self) -> int:
         """Patches of all sequences together."""
         slices = self.num_slices * self.slice_grid[0] * self.slice_grid[1]
-        return self.num_wholes * (self.grid[0] * self.grid[1] + slices)
+        return self.num_groups * (self.grid[0] * self.grid[1] + slices)
 
     @cached_property
     def sequence_tokens(self) -> tuple[int, ...]:
         """Rows that the tower outputs for each sequence, before pruning. Raises `ValueError` if `merge_size` does not
         divide a grid."""
-        whole = num_image_tokens(self.grid, merge_size=self.merge_size)
-        each = num_image_tokens(self.slice_grid, merge_size=self.merge_size) if self.num_slices else 0
-        return (whole, *(each,) * self.num_slices) * self.num_wholes
+        return self._of_each(*self._tokens_of_each) * self.num_groups
 
     @cached_property
     def tokens(self) -> int:
         """Rows that the decoder gets, known before the tower has run. Raises `ValueError` if `merge_size` does not
         divide a grid."""
-        whole = num_image_tokens(self.grid, merge_size=self.merge_size)
+        whole, each = self._tokens_of_each
         if self.num_slices:
-            each = num_image_tokens(self.slice_grid, merge_size=self.merge_size)
-            return self.num_wholes * (whole + self.num_slices * each)
+            return self.num_groups * (whole + self.num_slices * each)
         return retained_tokens(self.num_sequences, whole, self.pruning_rate)
+
+    @property
+    def _tokens_of_each(self) -> tuple[int, int]:
+        """Rows of a whole image, frame or temporal patch, and of a slice; 0 for what has no sequence."""
+        whole = num_image_tokens(self.grid, merge_size=self.merge_size) if self._has_whole else 0
+        return whole, num_image_tokens(self.slice_grid, merge_size=self.merge_size) if self.num_slices else 0
 
 
 @dataclass(frozen=True)
@@ -199,7 +216,7 @@ class EncoderItem(ItemLayout):
             rows, columns = self.grid
             raise ValueError(
                 f"a grid of {rows}x{columns} needs {rows * columns} rows of patches for each of "
-                f"{self.num_wholes} sequences{self._slices_named}, got shape {shape}"
+                f"{self.num_groups} sequences{self._slices_named}, got shape {shape}"
             )
 
     @property
@@ -227,7 +244,7 @@ class EncoderItem(ItemLayout):
         if not self.num_slices:
             return ""
         rows, columns = self.slice_grid
-        slices = self.num_wholes * self.num_slices
+        slices = self.num_groups * self.num_slices
         return f", and {rows * columns} for each of {slices} slices of {rows}x{columns}"
 
 

@@ -30,6 +30,8 @@ class ModelFiles:
     video_preprocessor: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the video processor: its section of `processor_config.json`, else `video_preprocessor_config.json`,
     else `preprocessor_config.json`."""
+    processor: Mapping[str, Any] = field(default_factory=dict)
+    """`processor_config.json`."""
 
 
 class ImageRule(Protocol):
@@ -54,6 +56,10 @@ class CutsSlices(Protocol):
     @property
     def most_slices(self) -> int:
         """Largest number of slices of an image or frame."""
+
+    @property
+    def slices_first(self) -> bool:
+        """Whether slices precede the whole image or frame (`ItemLayout.slices_first`)."""
 
 
 @runtime_checkable

@@ -210,17 +210,21 @@ class MediaLayout:
     """How the server divides an image or a clip of a prompt."""
 
     grid: tuple[int, int]
-    """Rows and columns of patches of the image, or of each temporal patch of the clip."""
+    """Rows and columns of patches of the image, or of each temporal patch of the clip; (0, 0) for an image of which
+    only slices are encoded."""
     merge_size: int
     """A token covers `merge_size` x `merge_size` patches; tokens are in the order of the grid, row by row."""
     tokens: int
     """Tokens in the prompt."""
     slices: tuple[int, int] = (0, 0)
-    """Rows and columns of slices of the image, or of each frame; their tokens follow those of the whole one."""
+    """Rows and columns of slices of the image, or of each frame; their tokens follow those of the whole one unless
+    `slices_first` is set."""
     slice_grid: tuple[int, int] = (0, 0)
     """Rows and columns of patches of a slice."""
     frames: int = 0
     """Sampled frames of a clip; 0 for an image."""
+    slices_first: bool = False
+    """Whether the tokens of the slices precede those of the whole image or frame."""
 
 
 @dataclass(frozen=True)

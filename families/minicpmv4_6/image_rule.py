@@ -27,6 +27,7 @@ class SlicedImageRule:
     """Implements `families.family.ImageRule` and `SlicingRule` with the settings of `config`."""
 
     config: VisionConfig
+    slices_first = False
 
     @property
     def most_slices(self) -> int:

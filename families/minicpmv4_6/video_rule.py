@@ -50,6 +50,8 @@ class SlicedVideoRule:
         assert self.config.video is not None, "a model without videos"
         return self.config.video
 
+    slices_first = False
+
     @property
     def most_slices(self) -> int:
         return self.slicing.most_slices

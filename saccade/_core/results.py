@@ -145,6 +145,7 @@ def layouts_from(messages: Iterable[types_pb2.MediaLayout]) -> list[MediaLayout]
             slices=(item.slice_rows, item.slice_columns),
             slice_grid=(item.slice_grid_rows, item.slice_grid_columns),
             frames=item.frames,
+            slices_first=item.slices_first,
         )
         for item in messages
     ]

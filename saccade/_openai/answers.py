@@ -76,6 +76,7 @@ def media_objects(layouts: Iterable[MediaLayout]) -> list[dict[str, int]]:
             "slice_grid_rows": item.slice_grid[0],
             "slice_grid_columns": item.slice_grid[1],
             "frames": item.frames,
+            "slices_first": item.slices_first,
         }
         for item in layouts
     ]

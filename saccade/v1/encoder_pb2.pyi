@@ -63,7 +63,7 @@ class Welcome(_message.Message):
     def __init__(self, partner: _Optional[_Union[Partner, _Mapping]] = ..., window_bytes: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class EncodeItem(_message.Message):
-    __slots__ = ("ticket", "key", "grid_rows", "grid_columns", "merge_size", "shape", "dtype", "num_frames", "pruning_rate", "priority", "seconds_left", "order", "slices")
+    __slots__ = ("ticket", "key", "grid_rows", "grid_columns", "merge_size", "shape", "dtype", "num_frames", "pruning_rate", "priority", "seconds_left", "order", "slices", "slices_first")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     GRID_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class EncodeItem(_message.Message):
     SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIRST_FIELD_NUMBER: _ClassVar[int]
     ticket: int
     key: bytes
     grid_rows: int
@@ -90,7 +91,8 @@ class EncodeItem(_message.Message):
     seconds_left: float
     order: str
     slices: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ticket: _Optional[int] = ..., key: _Optional[bytes] = ..., grid_rows: _Optional[int] = ..., grid_columns: _Optional[int] = ..., merge_size: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., num_frames: _Optional[int] = ..., pruning_rate: _Optional[float] = ..., priority: _Optional[int] = ..., seconds_left: _Optional[float] = ..., order: _Optional[str] = ..., slices: _Optional[_Iterable[int]] = ...) -> None: ...
+    slices_first: bool
+    def __init__(self, ticket: _Optional[int] = ..., key: _Optional[bytes] = ..., grid_rows: _Optional[int] = ..., grid_columns: _Optional[int] = ..., merge_size: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., num_frames: _Optional[int] = ..., pruning_rate: _Optional[float] = ..., priority: _Optional[int] = ..., seconds_left: _Optional[float] = ..., order: _Optional[str] = ..., slices: _Optional[_Iterable[int]] = ..., slices_first: _Optional[bool] = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("ticket", "data")

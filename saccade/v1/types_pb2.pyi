@@ -80,7 +80,7 @@ class VideoFrames(_message.Message):
     def __init__(self, images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., fps: _Optional[float] = ...) -> None: ...
 
 class MediaLayout(_message.Message):
-    __slots__ = ("grid_rows", "grid_columns", "merge_size", "tokens", "slice_rows", "slice_columns", "slice_grid_rows", "slice_grid_columns", "frames")
+    __slots__ = ("grid_rows", "grid_columns", "merge_size", "tokens", "slice_rows", "slice_columns", "slice_grid_rows", "slice_grid_columns", "frames", "slices_first")
     GRID_ROWS_FIELD_NUMBER: _ClassVar[int]
     GRID_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     MERGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class MediaLayout(_message.Message):
     SLICE_GRID_ROWS_FIELD_NUMBER: _ClassVar[int]
     SLICE_GRID_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     FRAMES_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIRST_FIELD_NUMBER: _ClassVar[int]
     grid_rows: int
     grid_columns: int
     merge_size: int
@@ -99,7 +100,8 @@ class MediaLayout(_message.Message):
     slice_grid_rows: int
     slice_grid_columns: int
     frames: int
-    def __init__(self, grid_rows: _Optional[int] = ..., grid_columns: _Optional[int] = ..., merge_size: _Optional[int] = ..., tokens: _Optional[int] = ..., slice_rows: _Optional[int] = ..., slice_columns: _Optional[int] = ..., slice_grid_rows: _Optional[int] = ..., slice_grid_columns: _Optional[int] = ..., frames: _Optional[int] = ...) -> None: ...
+    slices_first: bool
+    def __init__(self, grid_rows: _Optional[int] = ..., grid_columns: _Optional[int] = ..., merge_size: _Optional[int] = ..., tokens: _Optional[int] = ..., slice_rows: _Optional[int] = ..., slice_columns: _Optional[int] = ..., slice_grid_rows: _Optional[int] = ..., slice_grid_columns: _Optional[int] = ..., frames: _Optional[int] = ..., slices_first: _Optional[bool] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("text", "image", "video")

@@ -212,7 +212,7 @@ def _media(layouts: Iterable[MediaLayout]) -> list[types_pb2.MediaLayout]:
         types_pb2.MediaLayout(
             grid_rows=layout.grid[0], grid_columns=layout.grid[1], merge_size=layout.merge_size, tokens=layout.tokens,
             slice_rows=layout.slices[0], slice_columns=layout.slices[1], slice_grid_rows=layout.slice_grid[0],
-            slice_grid_columns=layout.slice_grid[1], frames=layout.frames,
+            slice_grid_columns=layout.slice_grid[1], frames=layout.frames, slices_first=layout.slices_first,
         )
         for layout in layouts
     ]  # fmt: skip

@@ -50,7 +50,7 @@ class Prompt:
         self.media = tuple(
             MediaLayout(
                 image.layout.grid, image.layout.merge_size, image.layout.tokens, image.layout.slices,
-                image.layout.slice_grid, image.frames,
+                image.layout.slice_grid, image.frames, image.layout.slices_first,
             )
             for image in images
         )  # fmt: skip

@@ -52,7 +52,7 @@ def item_to_proto(item: ItemDescription) -> encoder_pb2.EncodeItem:
         grid_rows=item.grid[0], grid_columns=item.grid[1], merge_size=item.merge_size, shape=shape, dtype=item.dtype,
         num_frames=item.num_frames, pruning_rate=item.pruning_rate,
         order="" if item.order == ROW_MAJOR else item.order,
-        slices=(*item.slices, *item.slice_grid) if item.num_slices else (),
+        slices=(*item.slices, *item.slice_grid) if item.num_slices else (), slices_first=item.slices_first,
     )  # fmt: skip
 
 
@@ -76,11 +76,13 @@ def item_from_proto(message: encoder_pb2.EncodeItem, pixels: torch.Tensor) -> En
     sliced = rows * columns > 0
     if pixels.dim() != (3 if message.num_frames and not sliced else 2):
         raise ValueError(f"pixels of shape {list(message.shape)} of an item of {message.num_frames} frames")
-    sequences = pixels.shape[0] if pixels.dim() == 3 else max(message.num_frames, 1) * (1 + rows * columns)
+    grid = message.grid_rows, message.grid_columns
+    each = rows * columns + (grid != (0, 0))
+    sequences = pixels.shape[0] if pixels.dim() == 3 else max(message.num_frames, 1) * each
     description = ItemDescription(
-        (message.grid_rows, message.grid_columns), pixels.shape[-1], str(pixels.dtype).removeprefix("torch."),
+        grid, pixels.shape[-1], str(pixels.dtype).removeprefix("torch."),
         kind=VIDEO if message.num_frames else IMAGE, num_sequences=sequences, num_frames=message.num_frames,
         pruning_rate=message.pruning_rate, merge_size=message.merge_size, order=message.order or ROW_MAJOR,
-        slices=(rows, columns), slice_grid=(slice_grid[0], slice_grid[1]),
+        slices=(rows, columns), slice_grid=(slice_grid[0], slice_grid[1]), slices_first=message.slices_first,
     )  # fmt: skip
     return description.with_patches(pixels.flatten(0, -2))

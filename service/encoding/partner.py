@@ -10,7 +10,7 @@ from families import VisionSpec
 from service.common.config import ConfigError
 from service.model.checkpoint import Checkpoint
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the messages between them; increased when an older version would misunderstand the messages."""
 
 

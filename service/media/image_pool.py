@@ -187,11 +187,12 @@ class ImagePool:
             raise Lost("nonsense")
         # The prompt gets words for each slice, so their number must be one that the model's rule makes.
         rule = video_rule(vision) if kind == VIDEO else vision.image_rule
-        if found.num_slices > (rule.most_slices if isinstance(rule, CutsSlices) else 0):
+        most, slices_first = (rule.most_slices, rule.slices_first) if isinstance(rule, CutsSlices) else (0, False)
+        if found.num_slices > most or found.slices_first != (slices_first and found.num_slices > 0):
             raise Lost("nonsense")
-        whole = found.num_frames == 0 and found.num_wholes == 1
-        several = 1 <= found.num_wholes <= found.num_frames
-        if not (several if kind == VIDEO else whole) or found.dtype not in (self._dtype, "uint8"):
+        one = found.num_frames == 0 and found.num_groups == 1
+        several = 1 <= found.num_groups <= found.num_frames
+        if not (several if kind == VIDEO else one) or found.dtype not in (self._dtype, "uint8"):
             raise Lost("nonsense")
         if not file.is_sealed(found.nbytes):
             raise Lost("nonsense")
@@ -227,10 +228,8 @@ def _description(value: Any) -> ItemDescription:
     if not isinstance(value, dict) or value.keys() != names.keys():
         raise Lost("nonsense")
     grids = {name: _grid(value[name]) for name, kind in names.items() if kind == "Grid"}
-    kinds = {"int": (int,), "float": (int, float), "str": (str,)}
+    kinds = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
     if any(type(value[name]) not in kinds[str(kind)] for name, kind in names.items() if name not in grids):
-        raise Lost("nonsense")
-    if min(grids["grid"]) < 1:
         raise Lost("nonsense")
     try:
         found = ItemDescription(**{**value, **grids})

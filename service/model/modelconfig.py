@@ -94,10 +94,9 @@ def _weights_kind(path: Path, config: Mapping[str, Any]) -> str | None:
     return str(entry["kind"])
 
 
-def _processor(path: Path, part: str, *files: str) -> Mapping[str, Any]:
-    """The settings of a processor: its section of `processor_config.json`, else the first of `files` that exists, as in
-    transformers. Raises CheckpointError."""
-    nested = optional_json(path / "processor_config.json")
+def _processor(path: Path, nested: Mapping[str, Any], part: str, *files: str) -> Mapping[str, Any]:
+    """The settings of a processor: its section of `nested`, `processor_config.json`, else the first of `files` that
+    exists, as in transformers. Raises CheckpointError."""
     if part in nested:
         if not isinstance(nested[part], dict):
             raise CheckpointError(f"{path / 'processor_config.json'}: {part} must be an object, not {nested[part]!r}")
@@ -113,10 +112,11 @@ def load_config(path: Path, *, name: str | None = None) -> ModelConfig:
         raise CheckpointError(f"{path / 'config.json'}: architectures must be a list, not {architectures!r}")
     family = family_of(str(config.get("model_type") or architectures[0]))
     generation = optional_json(path / "generation_config.json")
-    image = _processor(path, "image_processor", "preprocessor_config.json")
-    video = _processor(path, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
+    processor = optional_json(path / "processor_config.json")
+    image = _processor(path, processor, "image_processor", "preprocessor_config.json")
+    video = _processor(path, processor, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
     try:
-        model = family.read_config(ModelFiles(path, config, image, video))
+        model = family.read_config(ModelFiles(path, config, image, video, processor))
     except OverflowError as error:  # a JSON file may have 1e400 or Infinity where an integer is expected
         raise CheckpointError(f"{path}: its configuration has a number that is too large: {error}") from None
     return ModelConfig(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from encoder.item import VIDEO, EncoderItem, num_image_tokens
+from encoder.item import VIDEO, EncoderItem, Grid, num_image_tokens
 
 
 def test_an_item_divides_into_its_sequences() -> None:
@@ -55,14 +55,31 @@ def test_each_frame_of_a_clip_may_have_slices() -> None:
     patches = torch.arange(5.0 * 2 * (2 * 4 + 2 * 4 * 2)).view(-1, 5)
     item = EncoderItem((2, 4), patches, kind=VIDEO, num_frames=2, num_sequences=6, slices=(1, 2), slice_grid=(4, 2))
     assert item.grids == ((2, 4), (4, 2), (4, 2)) * 2 and item.sequence_tokens == (2,) * 6 and item.tokens == 12
-    assert [part.grid for part in item.sequences] == list(item.grids) and item.num_wholes == 2
+    assert [part.grid for part in item.sequences] == list(item.grids) and item.num_groups == 2
     assert torch.equal(torch.cat([part.patches for part in item.sequences]), patches)
     assert item.description.with_patches(patches) == item and item.description.nbytes == patches.nbytes
+
+
+@pytest.mark.parametrize("whole", [(2, 4), (0, 0)], ids=["whole", "slices-alone"])
+def test_slices_may_come_first_or_alone(whole: Grid) -> None:
+    sequences, patches = 7 if any(whole) else 6, torch.arange(5.0 * (whole[0] * whole[1] + 6 * 16)).view(-1, 5)
+    item = EncoderItem(
+        whole, patches, num_sequences=sequences, slices=(2, 3), slice_grid=(4, 4), slices_first=True
+    )  # fmt: skip
+    last = [whole] if any(whole) else []
+    assert item.grids == (*[(4, 4)] * 6, *last) and item.num_groups == 1
+    assert item.sequence_tokens == (*[4] * 6, *[2] * len(last)) and item.tokens == sum(item.sequence_tokens)
+    assert [part.grid for part in item.sequences] == list(item.grids)
+    assert torch.equal(torch.cat([part.patches for part in item.sequences]), patches)
+    assert item.description.with_patches(patches) == item
 
 
 @pytest.mark.parametrize(
     ("changes", "numbers"),
     [
+        ({"slices_first": True, "slices": (0, 0), "slice_grid": (0, 0), "num_sequences": 1}, r"\(0, 0\) slices"),
+        ({"grid": (0, 4)}, r"a grid of \(0, 4\) patches"),
+        ({"grid": (0, 0)}, "7 sequences.* 6 slices there are 6"),
         ({"num_sequences": 6}, "6 sequences.* 6 slices there are 7"),
         ({"slice_grid": (0, 0)}, r"slices of \(0, 0\) patches"),
         ({"slices": (0, 3), "num_sequences": 1}, r"\(0, 3\) slices"),
@@ -74,6 +91,8 @@ def test_each_frame_of_a_clip_may_have_slices() -> None:
     ],
 )
 def test_slices_that_cannot_be_are_refused(changes: dict[str, object], numbers: str) -> None:
-    given: dict[str, object] = {"num_sequences": 7, "slices": (2, 3), "slice_grid": (4, 2), **changes}
+    given: dict[str, object] = {
+        "grid": (2, 4), "num_sequences": 7, "slices": (2, 3), "slice_grid": (4, 2), **changes
+    }  # fmt: skip
     with pytest.raises(ValueError, match=numbers):
-        EncoderItem((2, 4), torch.zeros(56, 5), **given)  # type: ignore[arg-type]
+        EncoderItem(patches=torch.zeros(56, 5), **given)  # type: ignore[arg-type]

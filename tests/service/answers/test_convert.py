@@ -277,7 +277,7 @@ def test_reasoning_reaches_both_forms_of_an_answer() -> None:
 
 def test_the_layout_of_images_and_clips_reaches_every_form_of_an_answer() -> None:
     layouts = (
-        MediaLayout((14, 20), 2, 70 + 6 * 35, slices=(2, 3), slice_grid=(10, 14)),
+        MediaLayout((14, 20), 2, 70 + 6 * 35, slices=(2, 3), slice_grid=(10, 14), slices_first=True),
         MediaLayout((4, 6), 2, 18, frames=5),
     )
     builder = convert.ResponseBuilder()
@@ -291,7 +291,7 @@ def test_the_layout_of_images_and_clips_reaches_every_form_of_an_answer() -> Non
     assert (sliced.slice_rows, sliced.slice_columns) == (2, 3)
     assert (sliced.slice_grid_rows, sliced.slice_grid_columns) == (10, 14)
     assert (clip.grid_rows, clip.grid_columns, clip.tokens, clip.frames) == (4, 6, 18, 5)
-    assert not clip.slice_rows
+    assert sliced.slices_first and not clip.slice_rows and not clip.slices_first
 
 
 TAG = {"begin": "<a>", "regex": "b", "end": "</a>"}

@@ -71,6 +71,11 @@ def test_slices_cross_and_are_checked() -> None:
         message.slices[:] = wrong
         with pytest.raises(ValueError, match=numbers):
             item_from_proto(message, item.patches)
+    message.slices[:] = [3, 2, 2, 4]
+    message.slices_first = True
+    assert item_from_proto(message, item.patches).slices_first
+    message.grid_rows = message.grid_columns = 0
+    assert item_from_proto(message, item.patches[:48]).grids == ((2, 4),) * 6
     message.slices[:] = [2**20, 2**20, 2, 4]  # no tensor of that size is allocated
     with pytest.raises(ValueError, match="shape"):
         item_from_proto(message, item.patches)
