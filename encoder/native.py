@@ -145,6 +145,10 @@ class CompiledTower:
         size = rows_RK.numel() * self.dtype.itemsize
         self._normed[:size].view(self.dtype).view(rows_RK.shape).copy_(rows_RK)
 
+    def operands(self, rows: int, width: int) -> Tensor:
+        """`[rows, width]` in the tower's dtype: a view of what the last operation wrote to `Place.NORMED`."""
+        return self._normed[: rows * width * self.dtype.itemsize].view(self.dtype).view(rows, width)
+
     # -- operations -----------------------------------------------------------------------------------------------
 
     def add(self, *ops: TowerOp) -> range:
@@ -221,8 +225,9 @@ class NativeViT(CompiledTower):
         token = TowerOp(Code.TOKEN, Of.TOKENS) if vit.final_norm is None else self.norm(vit.final_norm, Code.TOKEN)
         token.of = Of.TOKENS
         between = COMPILED[vit.projector_act]
+        self._joined_norm = vit.joined_norm
+        self._join = self.add(token)
         self._project = self.add(
-            token,
             self.linear(vit.linear_1, Place.NORMED, Place.WIDE, of=Of.TOKENS, activation=between),
             self.linear(vit.linear_2, Place.WIDE, Place.OUT, of=Of.TOKENS),
         )
@@ -241,6 +246,13 @@ class NativeViT(CompiledTower):
         for layer in self._layers:
             self.run(layer, step)
             yield
+        if self._joined_norm is None:
+            self.run(range(self._join.start, self._project.stop), step)
+            return out
+        self.run(self._join, step)
+        # In torch, since there are few rows; its result for a row does not depend on others.
+        joined_NE = self.operands(len(out), self.sizes.hidden_size * self.sizes.patches_per_token)
+        self.set_operands(self._joined_norm.in_float32(joined_NE))
         self.run(self._project, step)
         return out
 

@@ -21,6 +21,16 @@ def resize_pixels(pixels_NCHW: torch.Tensor, size: tuple[int, int]) -> torch.Ten
     return F.interpolate(pixels_NCHW, size=size, mode="bicubic", align_corners=False, antialias=True)
 
 
+def resize_uint8(image_HWC: torch.Tensor, size: tuple[int, int], *, mode: str) -> torch.Tensor:
+    """`[*size, 3]` uint8: resized by torch with antialiasing, on bytes, as torchvision does on most processors; the
+    argument itself if it has that size. `mode`: `bilinear` or `bicubic`. It differs from Pillow by a level or two."""
+    if tuple(image_HWC.shape[:2]) == size:
+        return image_HWC
+    pixels_NCHW = image_HWC.permute(2, 0, 1)[None]
+    resized = F.interpolate(pixels_NCHW, size=size, mode=mode, align_corners=False, antialias=True)
+    return resized[0].permute(1, 2, 0).contiguous()
+
+
 def normalise(pixels_CHW: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
     """Float32 `[..., 3, H, W]` in 0..255 -> `(x / 255 - mean) / std` per channel, on the same device."""
     mean_C11 = torch.tensor(mean, dtype=torch.float32, device=pixels_CHW.device).view(RGB, 1, 1) * 255.0

@@ -35,6 +35,10 @@ class Norm:
     def __call__(self, x_RD: Tensor) -> Tensor:
         return F.layer_norm(x_RD, self.weight.shape, self.weight, self.bias, self.eps)
 
+    def in_float32(self, x_RD: Tensor) -> Tensor:
+        """The same in float32, whatever the dtype of the rows and weights."""
+        return F.layer_norm(x_RD.float(), self.weight.shape, self.weight.float(), self.bias.float(), self.eps)
+
 
 @dataclass(frozen=True)
 class Block:
@@ -123,6 +127,8 @@ class ViT:
     linear_2: Linear
     projector_act: str = "relu2"
     """Activation of the projector; see `kernels.activation_names`."""
+    joined_norm: Norm | None = None
+    """Layer norm of joined rows; None: no such norm."""
 
     def pieces(self, batch: PackedBatch, *, kind: str) -> Pieces[Tensor]:
         """Yields after each block and returns `[N, row_width]` rows in the tower's dtype, one per entry of
@@ -137,6 +143,8 @@ class ViT:
         norm = self.final_norm
         final = None if norm is None else (norm.weight, norm.bias, norm.eps)
         normed = shuffle_norm(x_RD, batch.token_rows_NM, self.projector_norm, self.sizes.projector_eps, final)
+        if self.joined_norm is not None:
+            normed = self.joined_norm(normed)
         if self.projector_act == "relu2":
             return self.linear_2(self.linear_1.relu_squared(normed))
         return self.linear_2(ACTIVATIONS[self.projector_act](self.linear_1(normed)))

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from encoder.native import CompiledTower, contiguous
 from encoder.pieces import Pieces
 from encoder.tower import PackedBatch
-from encoder.vit import Norm
 from families.minicpmv4_6.parts import Parts, joined_rows, merged_sequences, window_bounds, window_order
 from kernels.activation_names import COMPILED
 from kernels.native.tower import Of, Place, Store
@@ -58,8 +56,8 @@ class NativeMergingTower(CompiledTower):
                 token_rows_NM = joined_rows(x_RD)
                 step = self.begin(batch, x_RD, bounds, out)
             yield
-        joined_NE = _norm(x_RD, self._parts.final_norm)[token_rows_NM.flatten()].view(len(out), -1)
-        self.set_operands(_norm(joined_NE, self._parts.merger.norm))
+        joined_NE = self._parts.final_norm.in_float32(x_RD)[token_rows_NM.flatten()].view(len(out), -1)
+        self.set_operands(self._parts.merger.norm.in_float32(joined_NE))
         self.run(self._project, step)
         return out
 
@@ -75,11 +73,6 @@ class NativeMergingTower(CompiledTower):
         merged_WD = (first_WD + second_WD).add_(third_WD + fourth_WD).mul_(0.25)
         alone = torch.tensor([0, len(merged_WD)], dtype=torch.int32)
         step = self.begin(batch, merged_WD, alone, out)
-        self.set_operands(_norm(x_RD.view(len(merged_WD), -1), window.merger.norm))
+        self.set_operands(window.merger.norm.in_float32(x_RD.view(len(merged_WD), -1)))
         self.run(self._joined, step)
         return merged_WD
-
-
-def _norm(x_RD: Tensor, norm: Norm) -> Tensor:
-    """The layer norm of each row, in float32."""
-    return F.layer_norm(x_RD, norm.weight.shape, norm.weight.float(), norm.bias.float(), norm.eps)

@@ -14,13 +14,13 @@ from encoder.item import IMAGE, Grid
 from encoder.native import runs_compiled
 from encoder.pieces import finish
 from encoder.tower import PackedBatch
-from encoder.vit import Block
 from encoder.weights import TowerWeights
 from families.minicpmv4_6.native import NativeMergingTower
 from families.minicpmv4_6.parts import Merger, Parts, WindowMerger
 from families.minicpmv4_6.vision_config import MERGER_EPS, VisionConfig
 from families.qwen3_5.image_rule import normalised
 from families.qwen3_5.video_rule import normalised_frames
+from families.siglip import read_layer, read_qkv
 from kernels.linear import AnyWeight
 
 _EMBEDDINGS = "vision_tower.embeddings."
@@ -86,28 +86,17 @@ def _parts(spec: VisionConfig, stored: TowerWeights) -> Parts:
         stored.dtype,
         stored.layer(projection_DCPP.flatten(1), stored.take(_EMBEDDINGS + "patch_embedding.bias")),
         torch.zeros(1, spec.hidden_size, dtype=stored.dtype, device=stored.device),
-        [_block(stored, layer, eps) for layer in layers],
+        [read_layer(stored, layer, eps) for layer in layers],
         _window_merger(stored, "vision_tower.vit_merger.", eps) if merges else None,
         stored.norm("vision_tower.post_layernorm", eps),
         _merger(stored, "merger.mlp.0.", "gelu", MERGER_EPS),
     )
 
 
-def _block(stored: TowerWeights, prefix: str, eps: float) -> Block:
-    return Block(
-        norm1=stored.norm(prefix + "layer_norm1", eps),
-        qkv=stored.joined([f"{prefix}self_attn.{part}_proj" for part in "qkv"]),
-        out=stored.linear(prefix + "self_attn.out_proj"),
-        norm2=stored.norm(prefix + "layer_norm2", eps),
-        up=stored.linear(prefix + "mlp.fc1"),
-        down=stored.linear(prefix + "mlp.fc2"),
-    )
-
-
 def _window_merger(stored: TowerWeights, prefix: str, eps: float) -> WindowMerger:
     return WindowMerger(
         norm=stored.norm(prefix + "layer_norm1", eps),
-        qkv=stored.joined([f"{prefix}self_attn.{part}_proj" for part in "qkv"]),
+        qkv=read_qkv(stored, prefix),
         out=stored.linear(prefix + "self_attn.out_proj"),
         merger=_merger(stored, prefix, "gelu_pytorch_tanh", eps),
     )

@@ -14,6 +14,7 @@ from families.family import ModelFiles
 from families.fields import BICUBIC, MOST_LAYERS, check_processor, count, flag, number, per_channel
 from families.files import CheckpointError, checkpoint_errors, first
 from families.minicpmv4_6.slicing import LARGEST_SIDE, Slicing
+from families.siglip import attention_shapes, layer_shapes, linear_shapes, norm_shapes
 
 WINDOW = 2
 """Rows per window along each side: patches for the window merger, merged rows for the last merger."""
@@ -136,20 +137,17 @@ class VisionConfig(DerivedSizes):
             "vision_tower.embeddings.position_embedding.weight": (self.table_side**2, hidden),
         }
         for index in range(self.num_layers):
-            layer = f"vision_tower.encoder.layers.{index}."
-            shapes |= _norm(layer + "layer_norm1", hidden) | _attention(layer, hidden)
-            shapes |= _norm(layer + "layer_norm2", hidden)
-            shapes |= _linear(layer + "mlp.fc1", inner, hidden) | _linear(layer + "mlp.fc2", hidden, inner)
-        shapes |= _norm("vision_tower.post_layernorm", hidden)
+            shapes |= layer_shapes(f"vision_tower.encoder.layers.{index}.", hidden, inner)
+        shapes |= norm_shapes("vision_tower.post_layernorm", hidden)
         if self.insert_layer is not None:
             merger = "vision_tower.vit_merger."
-            shapes |= _norm(merger + "layer_norm1", hidden) | _attention(merger, hidden)
-            shapes |= _norm(merger + "pre_norm", joined)
-            shapes |= _linear(merger + "linear_1", WINDOW**2 * inner, joined)
-            shapes |= _linear(merger + "linear_2", hidden, WINDOW**2 * inner)
-        shapes |= _norm("merger.mlp.0.pre_norm", joined)
-        shapes |= _linear("merger.mlp.0.linear_1", joined, joined)
-        return shapes | _linear("merger.mlp.0.linear_2", self.text_hidden_size, joined)
+            shapes |= norm_shapes(merger + "layer_norm1", hidden) | attention_shapes(merger, hidden)
+            shapes |= norm_shapes(merger + "pre_norm", joined)
+            shapes |= linear_shapes(merger + "linear_1", WINDOW**2 * inner, joined)
+            shapes |= linear_shapes(merger + "linear_2", hidden, WINDOW**2 * inner)
+        shapes |= norm_shapes("merger.mlp.0.pre_norm", joined)
+        shapes |= linear_shapes("merger.mlp.0.linear_1", joined, joined)
+        return shapes | linear_shapes("merger.mlp.0.linear_2", self.text_hidden_size, joined)
 
     def optional_weights(self) -> frozenset[str]:
         """Empty: all weights are required."""
@@ -158,19 +156,6 @@ class VisionConfig(DerivedSizes):
     def kinds(self, weights: Collection[str]) -> tuple[str, ...]:
         """Images, and videos if there are settings for them."""
         return (IMAGE,) if self.video is None else (IMAGE, VIDEO)
-
-
-def _linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-    return {name + ".weight": (rows, columns), name + ".bias": (rows,)}
-
-
-def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
-    return {name + ".weight": (width,), name + ".bias": (width,)}
-
-
-def _attention(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
-    names = (f"{prefix}self_attn.{part}_proj" for part in ("q", "k", "v", "out"))
-    return {name: shape for each in names for name, shape in _linear(each, width, width).items()}
 
 
 def vision_fields(config: Mapping[str, Any], text_hidden_size: int, files: ModelFiles) -> dict[str, Any]:

@@ -177,13 +177,9 @@ def _most_pixels(num_frames: int, config: VisionConfig) -> int:
 def resize_frame(frame_HWC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """`[*size, 3]` uint8: torch's bicubic filter with antialiasing on bytes, which torchvision uses for videos. It
     differs from Pillow's by one or two levels."""
-    import torch.nn.functional as F
+    from encoder.preprocess import resize_uint8
 
-    if tuple(frame_HWC.shape[:2]) == size:
-        return frame_HWC
-    pixels_NCHW = frame_HWC.permute(2, 0, 1)[None]
-    resized = F.interpolate(pixels_NCHW, size=size, mode="bicubic", align_corners=False, antialias=True)
-    return resized[0].permute(1, 2, 0).contiguous()
+    return resize_uint8(frame_HWC, size, mode="bicubic")
 
 
 def normalised_frames(patches_TP: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
