@@ -7,6 +7,7 @@ from families import (
     falcon_h1,
     granitemoehybrid,
     lfm2,
+    lfm2_vl,
     minicpmv4_6,
     minicpmv4_7,
     nemotron_h,
@@ -30,6 +31,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen3_next.FAMILY,
     lfm2.FAMILY,
     lfm2.MOE_FAMILY,
+    lfm2_vl.FAMILY,
     minicpmv4_6.FAMILY,
     minicpmv4_7.FAMILY,
 )

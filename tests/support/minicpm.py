@@ -45,7 +45,9 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer(
+    specials: Sequence[str] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *SPECIALS.values()),
+) -> Tokenizer:
     """Bytes, some merged pairs of them, and the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
@@ -58,8 +60,7 @@ def byte_tokenizer() -> Tokenizer:
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     made.decoder = decoders.ByteLevel()
-    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *SPECIALS.values())
-    made.add_special_tokens([AddedToken(name, special=True) for name in names])
+    made.add_special_tokens([AddedToken(name, special=True) for name in specials])
     return made
 
 

@@ -100,6 +100,24 @@ def lfm2_moe() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def lfm2_vl(text: dict[str, Any], **vision: int) -> dict[str, Any]:
+    """LFM2-VL with this decoder; `vision`: the sizes of the tower."""
+    return {
+        "model_type": "lfm2_vl", "architectures": ["Lfm2VlForConditionalGeneration"], "dtype": "bfloat16",
+        "downsample_factor": 2, "image_token_id": 396, "projector_bias": True, "projector_hidden_act": "gelu",
+        "projector_hidden_size": 2048, "projector_use_layernorm": False, "text_config": text,
+        "vision_config": {
+            "model_type": "siglip2_vision_model", "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
+            "num_channels": 3, "num_patches": 256, "patch_size": 16, "vision_use_head": False, **vision,
+        },
+    }  # fmt: skip
+
+
+BASE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+"""Sizes of SigLIP2 towers."""
+
+
 def nemotron(pattern: str, **fields: Any) -> dict[str, Any]:
     """A NemotronH decoder with this layer pattern."""
     return {
@@ -139,6 +157,8 @@ def models() -> dict[str, dict[str, Any]]:
     others |= {"Falcon-H1-0.5B": falcon(), "Olmo-Hybrid-7B": olmo(), "Qwen3-Next-80B-A3B": qwen_next()}
     others["LFM2-350M"], others["LFM2-700M"] = lfm2(1024, 16, 6656), lfm2(1536, 24, 10240)
     others["LFM2-1.2B"], others["LFM2-8B-A1B"] = lfm2(2048, 32, 12288), lfm2_moe()
+    others["LFM2-VL-450M"] = lfm2_vl(others["LFM2-350M"], **BASE)
+    others["LFM2-VL-1.6B"] = lfm2_vl(others["LFM2-1.2B"], **SO400M)
     return {**qwen, "MiniCPM-V-4.6": minicpm(), "Nemotron-3-Nano-Omni-30B-A3B": omni(), **others}
 
 
@@ -151,6 +171,7 @@ HUB_IDS = {
     "Falcon-H1-0.5B": "tiiuae/Falcon-H1-0.5B-Instruct",
     "Olmo-Hybrid-7B": "allenai/Olmo-Hybrid-7B",
     **{f"LFM2-{name}": f"LiquidAI/LFM2-{name}" for name in ("350M", "700M", "1.2B", "8B-A1B")},
+    **{f"LFM2-VL-{name}": f"LiquidAI/LFM2-VL-{name}" for name in ("450M", "1.6B")},
     "Qwen3-Next-80B-A3B": "Qwen/Qwen3-Next-80B-A3B-Instruct",
 }
 """Their names on the Hugging Face hub, if known."""

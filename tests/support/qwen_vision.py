@@ -110,12 +110,14 @@ def video_processor(config: QwenVision) -> Any:
 
 
 def replace_torchvision(monkeypatch: Any) -> None:
-    """Gives transformers' video processors torchvision's resize of uint8 images and its normalisation, in torch."""
+    """Gives transformers' processors torchvision's resize of uint8 images and its normalisation, in torch."""
     from transformers import image_processing_backends as backends
 
-    def resize(image: Tensor, size: Sequence[int], **_: Any) -> Tensor:
+    def resize(image: Tensor, size: Sequence[int], *, interpolation: str, **_: Any) -> Tensor:
+        if tuple(image.shape[-2:]) == tuple(size):
+            return image
         flat = image.reshape(-1, *image.shape[-3:])
-        out = F.interpolate(flat, size=list(size), mode="bicubic", antialias=True, align_corners=False)
+        out = F.interpolate(flat, size=list(size), mode=interpolation, antialias=True, align_corners=False)
         return out.reshape(*image.shape[:-2], *out.shape[-2:])
 
     def normalize(image: Tensor, mean: Tensor, std: Tensor, inplace: bool = False) -> Tensor:
@@ -123,7 +125,7 @@ def replace_torchvision(monkeypatch: Any) -> None:
 
     names = SimpleNamespace(resize=resize, normalize=normalize, InterpolationMode=SimpleNamespace(LANCZOS="lanczos"))
     monkeypatch.setattr(backends, "tvF", names, raising=False)
-    monkeypatch.setattr(backends, "pil_torch_interpolation_mapping", {3: "bicubic"}, raising=False)
+    monkeypatch.setattr(backends, "pil_torch_interpolation_mapping", {2: "bilinear", 3: "bicubic"}, raising=False)
 
 
 def video_pixels(config: QwenVision, frames: Sequence[Tensor], monkeypatch: Any) -> tuple[Tensor, list[int]]:

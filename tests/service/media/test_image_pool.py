@@ -30,6 +30,7 @@ from encoder.media_limits import FORMATS, ImageError, ImageLimits, VideoError, V
 from encoder.stopwatch import Stopwatch
 from encoder.tower import patch_order
 from families import VisionSpec
+from families.lfm2_vl.vision import TiledVision
 from families.minicpmv4_6.slicing import Slicing
 from families.minicpmv4_6.vision import SlicingVision
 from families.qwen3_5.vision import QwenVision
@@ -190,7 +191,7 @@ def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 ITEM: dict[str, Any] = {
     "grid": [4, 4], "kind": "image", "num_sequences": 1, "num_frames": 0, "pruning_rate": 0.0, "merge_size": 2,
     "width": VISION.patch_widths["image"], "dtype": "float32", "order": ROW_MAJOR, "slices": [0, 0],
-    "slice_grid": [0, 0],
+    "slice_grid": [0, 0], "slices_first": False,
 }  # fmt: skip
 SECONDS = {"decode": 0.1, "resize": 0.1, "patch": 0.1}
 SIZE = 16 * ITEM["width"] * 4
@@ -280,6 +281,28 @@ def test_more_slices_than_the_model_makes_are_not_believed(kind: str, most: int,
             else:
                 with pytest.raises(ImageError, match="the decoder returned an invalid result"):
                     make()
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("changes", [{}, {"slices_first": False}, {"grid": [0, 4]}, {"grid": [0, 0]}])
+def test_slices_in_another_order_than_the_models_are_not_believed(changes: dict[str, Any]) -> None:
+    """The rows of slices would be taken for those of the whole image."""
+    vision = TiledVision(8, 1, 1, 8, 8)
+    width = vision.patch_widths["image"]
+    item = {
+        **ITEM, "num_sequences": 5, "slices": [2, 2], "slice_grid": [4, 4], "slices_first": True, "width": width,
+        "order": patch_order(vision), **changes,
+    }  # fmt: skip
+    said = json.dumps({"item": item, "seconds": SECONDS}).encode()
+    pool = ImagePool(LIMITS, 1, image_seconds=30, video_seconds=30, vision=vision)
+    try:
+        with lying(pool, said, memory_file(5 * 16 * width * 4)):
+            if changes:
+                with pytest.raises(ImageError, match="the decoder returned an invalid result"):
+                    image(pool, b"x")
+            else:
+                assert image(pool, b"x").grids == ((4, 4),) * 5
     finally:
         pool.close()
 

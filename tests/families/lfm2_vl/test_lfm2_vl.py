@@ -1,0 +1,398 @@
+"""The family against transformers in float32: pixels, prompts, rows and answers."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from images import encoded
+from lfm2_vl import IMAGE, NAMES, TinyLfm, make_lfm, random_settings, released_pixels, released_processor
+from minicpm import assert_greedy, byte_tokenizer, random_image
+from PIL import Image
+from qwen_vision import replace_torchvision
+from running import RunningEncoder, RunningServer
+from safetensors.torch import load_file
+
+import saccade
+from encoder.runner import EncoderOptions, EncoderRunner
+from families import CheckpointError
+from families.lfm2_vl.tiling import Tiling
+from families.lfm2_vl.vision import TiledVision
+from service.answers.prompts import prompt_ids, widen
+from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
+from service.engine.types import EngineInfo
+from service.media.prepared import PreparedItem
+from service.model.assets import ModelAssets
+from service.model.checkpoint import Checkpoint
+from service.model.modelconfig import load_config
+
+GREEDY = 16
+INFO = EngineInfo("tiny", "", 4096, 2, 4096, "float32")
+Content = list[Image.Image | str]
+
+
+@pytest.fixture(autouse=True)
+def torchvision_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_torchvision(monkeypatch)
+
+
+def pieces(images: list[Image.Image]) -> Content:
+    """Images and text alternately, including text that only looks like an image."""
+    words = ["What is 0<1", "the <image thing\n", "in 42", "?"]
+    return [part for pair in zip([*images, None, None, None], words) for part in pair if part is not None]
+
+
+def rendered(content: Content) -> str:
+    """One user message, as the checkpoint's template writes it."""
+    inner = "".join(part if isinstance(part, str) else IMAGE for part in content)
+    return f"<|startoftext|><|im_start|>user\n{inner}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def tensor_of(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image))
+
+
+def vision_of(tiny: TinyLfm) -> TiledVision:
+    vision = load_config(tiny.path).vision
+    assert isinstance(vision, TiledVision)
+    return vision
+
+
+def prepared(vision: TiledVision, images: list[Image.Image], *, keep_bytes: bool = False) -> list[PreparedItem]:
+    rule = vision.image_rule
+    items = [rule.patchify(tensor_of(image), torch.float32, keep_bytes=keep_bytes) for image in images]
+    return [PreparedItem(item, field="images") for item in items]
+
+
+def tiling_of(settings: dict[str, Any]) -> Tiling:
+    names = (
+        "min_image_tokens", "max_image_tokens", "tile_size", "min_tiles", "max_tiles", "use_thumbnail",
+        "max_pixels_tolerance",
+    )  # fmt: skip
+    return Tiling(
+        **{name: settings[name] for name in names}, splits=settings["do_image_splitting"],
+        mean=tuple(settings["image_mean"]), std=tuple(settings["image_std"]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_logits_and_greedy_tokens(tmp_path: Path, seed: int) -> None:
+    """Zero to three images of any shape, as files through the engine."""
+    rng = random.Random(seed)
+    tiny = make_lfm(tmp_path, seed)
+    images = [random_image(rng) for _ in range(seed % 4)]
+    content = pieces(images)
+    parts = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": encoded(part)}
+        for part in content
+    ]
+    image_token = tiny.model.config.image_token_id
+    options: dict[str, Any] = {"max_chunk": rng.choice([None, 7]), "graphs": "on" if seed % 8 < 4 else "off"}
+    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1, **options) as client:
+        for _ in range(2):  # the second time from the caches
+            answer = client.generate(
+                [{"role": "user", "content": parts}], max_tokens=GREEDY, temperature=0, ignore_eos=True, logprobs=20,
+                logit_bias={image_token: -1e9},
+            )  # fmt: skip
+            inputs = tiny.inputs(rendered(content), images)
+            ids = inputs["input_ids"]
+            assert answer.usage.prompt_tokens == len(ids)
+            assert answer.usage.image_tokens == ids.count(image_token)
+            logits = tiny.logits(ids + answer.token_ids[:-1], inputs)[len(ids) - 1 :]
+            assert_greedy(answer, logits, [image_token])
+    attends = "full_attention" in tiny.model.config.text_config.layer_types  # prefixes of others are not kept
+    assert answer.usage.cached_tokens > 0 or not images or not attends
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_pixels_and_input_ids_are_the_released_processors(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(100 + seed)
+    tiny = make_lfm(tmp_path, seed)
+    images = [random_image(rng) for _ in range(3)]
+    content = pieces(images)
+    inputs = tiny.inputs(rendered(content), images)
+    media = prepared(vision_of(tiny), images)
+    grids = [grid for item in media for grid in item.layout.grids]
+    assert grids == [tuple(size) for size in inputs["spatial_shapes"].tolist()]
+    theirs = [pixels[: rows * columns] for pixels, (rows, columns) in zip(inputs["pixel_values"], grids)]
+    assert torch.equal(torch.cat([item.encoder_item.patches for item in media]), torch.cat(theirs))
+    assets = ModelAssets(load_config(tmp_path), load_config(tmp_path).vision)
+    chat = ChatInput((Message("user", tuple(part if isinstance(part, str) else None for part in content)),))
+    raw = RawInput(rendered(content))
+    each = TokensInput(tuple(tiny.processor.tokenizer(rendered(content))["input_ids"]))
+    for form in (chat, raw, each):
+        prompt = widen(prompt_ids(GenerateSpec("", "", form), media, assets), media, 0, assets, INFO)
+        assert prompt.ids == inputs["input_ids"]
+    narrow = TokensInput(prompt.narrow_ids)  # with a token for each tile, as `tokenize` gives them
+    assert widen(prompt_ids(GenerateSpec("", "", narrow), media, assets), media, 0, assets, INFO).ids == prompt.ids
+
+
+@given(st.integers(12, 90), st.integers(12, 90), st.integers(0, 2**32))
+def test_pixels_of_any_size_with_any_settings(height: int, width: int, seed: int) -> None:
+    rng = random.Random(seed)
+    patch, merge = rng.choice([2, 3, 4]), rng.choice([1, 2, 3])
+    settings = random_settings(rng, patch, merge)
+    image = random_image(rng).resize((width, height), Image.Resampling.BICUBIC)
+    with pytest.MonkeyPatch.context() as replaced:
+        replace_torchvision(replaced)
+        processor = released_processor(byte_tokenizer((IMAGE,)), settings)
+        inputs = released_pixels(processor, settings, [image])
+    vision = TiledVision(8, 1, 1, 8, 8, patch_size=patch, merge_size=merge, image=tiling_of(settings))
+    (item,) = prepared(vision, [image])
+    grids = item.layout.grids
+    assert list(grids) == [tuple(size) for size in inputs["spatial_shapes"].tolist()]
+    theirs = [pixels[: rows * columns] for pixels, (rows, columns) in zip(inputs["pixel_values"], grids)]
+    assert torch.equal(item.encoder_item.patches, torch.cat(theirs))
+
+
+def test_sizes_and_tiles_are_the_released_processors() -> None:
+    """Of images of any size, with random and with the released settings, without cutting them."""
+    rng = random.Random(0)
+    processor = released_processor(byte_tokenizer((IMAGE,)), {"use_thumbnail": True}).image_processor
+    sizes = [(1786, 2526), (3000, 200), (512, 512), (725, 724), (1024, 512), (1448, 1448), (1, 1), (4000, 4000)]
+    tried = 0
+    for round_ in range(400):
+        patch, merge = (16, 2) if round_ < 100 else (rng.choice([2, 4, 16]), rng.choice([1, 2, 3]))
+        settings = random_settings(rng, patch, merge) | {"do_image_splitting": True}
+        tiling = Tiling() if round_ < 100 else tiling_of(settings)
+        height, width = sizes[round_] if round_ < len(sizes) else (rng.randint(1, 3000), rng.randint(1, 3000))
+        given = {"downsample_factor": merge, "encoder_patch_size": patch, "max_image_tokens": tiling.max_image_tokens}
+        theirs = processor.smart_resize(height, width, min_image_tokens=tiling.min_image_tokens, **given)
+        assert tiling.whole_size(height, width, patch * merge) == theirs[::-1]
+        large = processor._is_image_too_large(
+            height, width, max_pixels_tolerance=tiling.max_pixels_tolerance, **given
+        )  # fmt: skip
+        layout = processor._get_grid_layout(height, width, tiling.min_tiles, tiling.max_tiles, tiling.tile_size)
+        tiles = tiling.tiles(height, width, patch, patch * merge)
+        assert tiles == ((layout[1], layout[0]) if large else (0, 0))
+        tried += large
+    assert 100 < tried < 390
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "least", "most", "tiles"),
+    [(1000, 1000, 2, 10, (2, 2)), (1448, 1448, 2, 10, (3, 3)), (600, 1200, 3, 5, (2, 2))],
+)
+def test_of_tile_grids_with_equal_errors_the_area_decides(
+    height: int, width: int, least: int, most: int, tiles: tuple[int, int]
+) -> None:
+    """2 x 2 and 3 x 3 tiles fit a square alike; nine are taken of an image with half of their pixels. Grids are
+    compared by their number of tiles."""
+    processor = released_processor(byte_tokenizer((IMAGE,)), {"use_thumbnail": True}).image_processor
+    theirs = processor._get_grid_layout(height, width, least, most, 512)[:2]
+    assert theirs[::-1] == tiles == Tiling(min_tiles=least, max_tiles=most).tiles(height, width, 16, 32)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "tiles-alone"])
+def test_tiles_cross_between_hosts(tmp_path: Path, whole: bool) -> None:
+    """An encoder in another server."""
+    settings: dict[str, Any] = {"do_image_splitting": True, "max_tiles": 12, "max_pixels_tolerance": 0.7}
+    make_lfm(tmp_path, 7, special=True, use_thumbnail=whole, **settings)
+    rng = random.Random(7)
+    images = [encoded(random_image(rng)) for _ in range(3)]
+    common: dict[str, Any] = {"images": images, "max_tokens": 8, "temperature": 0.0, "logprobs": 1}
+    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1, graphs="off") as client:
+        expected = client.generate("what?", **common)
+        layouts = client.tokenize("what?", images=images).media
+        assert any(layout.slices_first and (layout.grid != (0, 0)) == whole for layout in layouts)
+    with ExitStack() as stack:
+        encoder = stack.enter_context(RunningEncoder(str(tmp_path), graphs="off"))
+        elsewhere: dict[str, Any] = {"role": "decoder", "encoders": (encoder.address,)}
+        server = stack.enter_context(RunningServer(str(tmp_path), max_len=2048, max_seqs=2, **elsewhere))
+        remote = stack.enter_context(saccade.Client(server.address))
+        answer = remote.generate("what?", **common)
+    assert answer.token_ids == expected.token_ids
+    for found, wanted in zip(answer.logprobs or (), expected.logprobs or (), strict=True):
+        assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+    assert answer.usage.image_tokens == expected.usage.image_tokens > 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_packed_or_alone_by_graph_or_not_the_rows_are_transformers(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    tiny = make_lfm(tmp_path, seed, do_image_splitting=True)
+    checkpoint, vision = Checkpoint(tmp_path), vision_of(tiny)
+    given = [item.encoder_item for item in prepared(vision, [random_image(rng) for _ in range(5)])]
+    expected = [tiny.rows(item) for item in given]
+    weights = list(checkpoint.vision_weights())
+    for graphs, budgets in (("off", None), ("on", None), ("on", (vision.min_image_tokens, vision.max_image_tokens))):
+        options = EncoderOptions(dtype=torch.float32, graphs=graphs, token_budgets=budgets, max_images=1)
+        runner = EncoderRunner(vision, options, weights)
+        out = [torch.empty(item.tokens, vision.row_width) for item in given]
+        assert runner.encode(given, out) == [item.sequence_tokens for item in given]
+        alone = [torch.empty_like(rows) for rows in out]
+        for item, rows in zip(given, alone):
+            runner.encode([item], [rows])
+        for found, single, rows in zip(out, alone, expected):
+            scale = float(rows.abs().max())
+            assert float((found - rows).abs().max()) <= 1e-5 * scale
+            assert float((found - single).abs().max()) <= 1e-5 * scale
+
+
+def test_checkpoints_of_every_kind_are_tried(tmp_path: Path) -> None:
+    """By the tests of rows and answers: both names of the tower's weights, and each setting of the projector."""
+    found = set()
+    for seed in range(8):
+        tiny = make_lfm(tmp_path / str(seed), seed)
+        names = load_file(tiny.path / "model.safetensors").keys()
+        config = tiny.model.config
+        found |= {
+            f"named as {kind}" for kind, prefix in NAMES.items() if f"model.{prefix}post_layernorm.bias" in names
+        } | {
+            f"{name} {getattr(config, name)}"
+            for name in ("projector_use_layernorm", "projector_bias", "downsample_factor", "tie_word_embeddings")
+        } | {f"head {any('.head.' in name for name in names)}"}  # fmt: skip
+    assert found == {
+        "named as released", "named as saved", "projector_use_layernorm True", "projector_use_layernorm False",
+        "projector_bias True", "projector_bias False", "downsample_factor 1", "downsample_factor 2",
+        "downsample_factor 3", "tie_word_embeddings True", "tie_word_embeddings False", "head True", "head False",
+    }  # fmt: skip
+
+
+def test_bytes_become_the_same_numbers(tmp_path: Path) -> None:
+    tiny = make_lfm(tmp_path, 3)
+    vision = vision_of(tiny)
+    tower = vision.build(Checkpoint(tmp_path).vision_weights(), dtype=torch.float32, device=torch.device("cpu"))
+    image = random_image(random.Random(5))
+    (floats,), (kept,) = prepared(vision, [image]), prepared(vision, [image], keep_bytes=True)
+    assert kept.encoder_item.patches.dtype == torch.uint8
+    assert torch.equal(tower.as_floats(kept.encoder_item.patches), floats.encoder_item.patches)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder, which tests copy before they change it."""
+    return make_lfm(tmp_path_factory.mktemp("model"), 1, released=False).path
+
+
+def changed(settings: Path, path: Path, file: str, changes: dict[str, Any]) -> Path:
+    """A copy of the folder with changed fields of one file; a section named as one of its objects is merged."""
+    shutil.copytree(settings, path, dirs_exist_ok=True)
+    content = json.loads((path / file).read_text())
+    for name, value in changes.items():
+        content[name] = {**content[name], **value} if isinstance(content.get(name), dict) else value
+    (path / file).write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        (
+            "config.json",
+            {"text_config": {"model_type": "qwen3"}},
+            "text_config.model_type is 'qwen3'; 'lfm2' is served",
+        ),
+        ("config.json", {"vision_config": {"model_type": "clip"}}, "vision_config.model_type is 'clip'"),
+        ("config.json", {"vision_config": {"num_channels": 4}}, "vision_config.num_channels is 4"),
+        ("config.json", {"vision_config": {"num_patches": 17}}, "num_patches 17 is not a square; 16 would work"),
+        ("config.json", {"vision_config": {"patch_size": [16, 16]}}, "patch_size must be a whole number"),
+        ("config.json", {"vision_config": {"hidden_act": "relu6"}}, "hidden_act 'relu6' is none of"),
+        ("config.json", {"vision_config": {"num_attention_heads": 7}}, "is not a multiple of num_heads 7"),
+        ("config.json", {"projector_hidden_act": "relu6"}, "projector_hidden_act 'relu6' is none of"),
+        ("config.json", {"projector_bias": 1}, "projector_bias must be true or false, not 1"),
+        ("config.json", {"downsample_factor": 0}, "downsample_factor must be a whole number of at least 1, not 0"),
+        ("config.json", {"vision_feature_layer": -2}, "vision_feature_layer is -2"),
+        ("config.json", {"image_token_id": 10**6}, "image_token_id 1000000"),
+        ("preprocessor_config.json", {"encoder_patch_size": 7}, "encoder_patch_size is 7"),
+        ("preprocessor_config.json", {"downsample_factor": 7}, "downsample_factor is 7"),
+        ("preprocessor_config.json", {"resample": 3}, "resample is 3"),
+        ("preprocessor_config.json", {"do_normalize": False}, "do_normalize is False"),
+        ("preprocessor_config.json", {"do_rescale": None}, "do_rescale is None"),
+        ("preprocessor_config.json", {"rescale_factor": 1}, "rescale_factor is 1; 1/255 is served"),
+        ("preprocessor_config.json", {"do_center_crop": True}, "do_center_crop is True"),
+        ("preprocessor_config.json", {"image_processor_type": "Siglip2ImageProcessor"}, "image_processor_type is"),
+        ("preprocessor_config.json", {"do_image_splitting": True, "tile_size": 31}, "tile_size 31 is not a multiple"),
+        ("preprocessor_config.json", {"tile_size": 10**6}, "tile_size is 1000000; at most 16384"),
+        ("preprocessor_config.json", {"max_tiles": 101}, "max_tiles is 101; at most 100"),
+        ("preprocessor_config.json", {"min_tiles": 8, "max_tiles": 4}, "min_tiles 8 must be .* at most max_tiles 4"),
+        ("preprocessor_config.json", {"do_image_splitting": True, "min_tiles": 1}, "a min_tiles of 2 would work"),
+        ("preprocessor_config.json", {"min_image_tokens": 90}, "min_image_tokens 90 must be .* at most max_image"),
+        ("preprocessor_config.json", {"max_pixels_tolerance": 0}, "max_pixels_tolerance must be a number above 0"),
+        ("preprocessor_config.json", {"use_thumbnail": "no"}, "use_thumbnail must be true or false"),
+        ("preprocessor_config.json", {"image_std": [0, 1, 1]}, "^preprocessor_config.json: .*image_std"),
+        ("preprocessor_config.json", {"image_mean": ["x", 1, 1]}, "image_mean must be three finite numbers, not .'x'"),
+        ("processor_config.json", {"use_image_special_tokens": 1}, "^processor_config.json: use_image_special_tokens"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    settings: Path, tmp_path: Path, file: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_config(changed(settings, tmp_path, file, changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"do_resize": False}, {"resample": None}, {"do_pad": False, "size": None, "max_num_patches": 7}],
+)
+def test_settings_that_transformers_does_not_use(settings: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    before = load_config(settings).vision
+    assert load_config(changed(settings, tmp_path, "preprocessor_config.json", changes)).vision == before
+
+
+def test_flags_that_are_null_are_off_as_in_transformers(settings: Path, tmp_path: Path) -> None:
+    nulls = {"do_image_splitting": None, "use_thumbnail": None}
+    vision = load_config(changed(settings, tmp_path, "preprocessor_config.json", nulls)).vision
+    assert isinstance(vision, TiledVision) and (vision.image.splits, vision.image.use_thumbnail) == (False, False)
+
+
+def test_videos_are_refused(tmp_path: Path) -> None:
+    make_lfm(tmp_path, 0)
+    frame = encoded(random_image(random.Random(0)))
+    with saccade.LocalClient(tmp_path, threads=1, max_seqs=1, graphs="off") as client:
+        with pytest.raises(saccade.errors.FailedPrecondition, match="takes no videos"):
+            client.generate("?", videos=[[frame, frame]])
+    vision = load_config(tmp_path).vision
+    assert vision is not None and vision.limited(max_model_len=64, video_pruning_rate=0.0) is not None
+    with pytest.raises(ValueError, match="video_pruning_rate 0.5: this model takes no videos"):
+        vision.limited(max_model_len=64, video_pruning_rate=0.5)
+
+
+@pytest.mark.parametrize("height", [0, -1])
+def test_sizes_that_no_image_has(height: int) -> None:
+    with pytest.raises(ValueError, match="at least one pixel"):
+        TiledVision(8, 1, 1, 8, 8).image_rule.grid(height, 5)
+
+
+def test_an_image_of_more_tokens_than_the_context_is_refused() -> None:
+    vision = TiledVision(8, 1, 1, 8, 8, patch_size=2, image=Tiling(1, 9, tile_size=8))
+    image = torch.zeros(40, 60, 3, dtype=torch.uint8)
+    tokens = vision.image_rule.patchify(image, torch.float32).tokens
+    with pytest.raises(ValueError, match=f"it takes {tokens} tokens and the context holds {tokens - 1}"):
+        vision.limited(max_model_len=tokens - 1).image_rule.patchify(image, torch.float32)
+
+
+@pytest.mark.parametrize("seed", [0, 3, 4, 10])
+def test_the_smallest_and_the_largest_image_are_those_of_the_rule(tmp_path: Path, seed: int) -> None:
+    """No image of up to 64 pixels a side has fewer tokens than the configuration says, and one of these has just as
+    many; only flat ones have more than the largest. A handoff of as many rows as errors ask for answers it."""
+    tiny = make_lfm(tmp_path, seed)
+    vision = vision_of(tiny)
+    sides = [*range(1, 65), 100, 141, 200]
+    tokens = {
+        (h, w): vision.image_rule.layout(h, w).tokens for h in sides for w in sides if max(h, w) <= 200 * min(h, w)
+    }  # fmt: skip
+    height, width = min(tokens, key=lambda size: tokens[size])
+    assert tokens[height, width] == vision.min_image_tokens >= vision.least_budget
+    square = [count for (h, w), count in tokens.items() if max(h, w) <= 4 * min(h, w)]
+    assert max(square) <= vision.max_image_tokens
+    if seed:
+        return
+    options: dict[str, Any] = {"threads": 1, "max_seqs": 1, "graphs": "off"}
+    with pytest.raises(saccade.errors.InvalidArgument, match="handoff_bytes: 1 holds 0 image tokens") as refused:
+        saccade.LocalClient(tiny.path, handoff_bytes=1, **options)
+    least = int(re.findall(r"at least (\d+) would work", str(refused.value))[0])
+    with saccade.LocalClient(tiny.path, handoff_bytes=least, **options) as client:
+        file = encoded(Image.new("RGB", (width, height)))
+        assert client.generate("?", images=[file], max_tokens=1).usage.image_tokens == vision.min_image_tokens
