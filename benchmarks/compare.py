@@ -1,6 +1,6 @@
 """Comparison with another server on the same checkpoint and the same requests.
 
-    python -m benchmarks.compare [--family nemotron_h|qwen3_5] --peer transformers|vllm|llamacpp [--rounds 3]
+    python -m benchmarks.compare [--family nemotron_h|qwen3_5|lfm2_vl] --peer transformers|vllm|llamacpp [--rounds 3]
                                  [--only decode,prefill,omni] [--weights int8] [--activations int8] [--device cuda]
                                  [--concurrent 1,8,64] [--new-tokens 64] [--instruction-set avx2|avx512vnni|avx512]
                                  [--shape 116m|600m|1500m|moe] [--prompt 1024] [--label intel] [--stream]
@@ -331,6 +331,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.peer == "llamacpp":
         only -= {"omni"}  # llama.cpp's server needs separate tower files for images
         peer_weights = PEER_WEIGHTS[arguments.weights]
+    if arguments.peer == "transformers" and arguments.family == "lfm2_vl":
+        only -= {"omni"}  # its image processor needs torchvision
     before = machine.before()
     concurrent = [int(count) for count in arguments.concurrent.split(",")]
     ceilings = machine.ceilings(arguments.device)

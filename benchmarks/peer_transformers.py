@@ -49,7 +49,7 @@ class Peer:
         config = json.loads((Path(path) / "config.json").read_text())
         self.qwen = config["model_type"] == "qwen3_5"
         self.device = torch.device(device)
-        self.model = _kind(self.qwen, omni).from_pretrained(path, dtype=torch.bfloat16).eval().to(self.device)
+        self.model = _kind(config["model_type"]).from_pretrained(path, dtype=torch.bfloat16).eval().to(self.device)
         self.vision: Any = None
         if omni and self.qwen:
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -116,13 +116,17 @@ class Peer:
         return {name: tensor.to(self.device) for name, tensor in given.items()}
 
 
-def _kind(qwen: bool, omni: bool) -> Any:
+def _kind(model_type: str) -> Any:
     """transformers' class for a model."""
-    if qwen:
+    if model_type == "qwen3_5":
         from transformers import Qwen3_5ForConditionalGeneration
 
         return Qwen3_5ForConditionalGeneration
-    if omni:
+    if model_type == "lfm2_vl":
+        from transformers.models.lfm2_vl.modeling_lfm2_vl import Lfm2VlForConditionalGeneration
+
+        return Lfm2VlForConditionalGeneration
+    if model_type == "nemotron_h_omni":
         from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
         return NemotronH_Omni_Reasoning_V3

@@ -100,7 +100,7 @@ def small_qwen_model(folder: Path) -> Path:
     """In bf16, 63 M parameters, with a tokenizer of one word per id and a chat template."""
     path = _write(folder / "qwen3_5-small", SMALL_TEXT, SMALL_VISION, SMALL_IMAGE, 31993)
     if not (path / "tokenizer.json").exists():
-        _write_tokenizer(path, 32000, SMALL_SPECIAL)
+        write_tokenizer(path, 32000, SMALL_SPECIAL)
         (path / "chat_template.jinja").write_text(SMALL_TEMPLATE)
     return path
 
@@ -119,7 +119,7 @@ def tiny_qwen_model(folder: Path) -> Path:
     settings = IMAGES | {"size": {"shortest_edge": 65536, "longest_edge": 1024 * 32 * 32}}
     (path / "preprocessor_config.json").write_text(json.dumps(settings, indent=1))
     if not (path / "tokenizer.json").exists():
-        _write_tokenizer(path, 32000, SMALL_SPECIAL)
+        write_tokenizer(path, 32000, SMALL_SPECIAL)
     return path
 
 
@@ -127,7 +127,7 @@ def qwen_model(folder: Path) -> Path:
     """In bf16, 1.7 GB, with a tokenizer of one word per id."""
     path = _write(folder / "qwen3_5-0.8b", TEXT, VISION, IMAGE, 248057)
     if not (path / "tokenizer.json").exists():
-        _write_tokenizer(path, VOCAB, SPECIAL)
+        write_tokenizer(path, VOCAB, SPECIAL)
     return path
 
 
@@ -150,7 +150,8 @@ def _write(path: Path, text: dict[str, Any], vision: dict[str, Any], image: tupl
     return path
 
 
-def _write_tokenizer(path: Path, vocab: int, special: dict[int, str]) -> None:
+def write_tokenizer(path: Path, vocab: int, special: dict[int, str]) -> None:
+    """Writes a tokenizer of one word per id. `special`: the words of special tokens by their ids."""
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from benchmarks import models, qwen_model, sized_models
+from benchmarks import lfm_model, models, qwen_model, sized_models
 from benchmarks.floors import Floor, Machine
 
 PROMPT = 128
@@ -53,6 +53,10 @@ SUBJECTS = {
         qwen_model.qwen_model, qwen_model.qwen_model, qwen_model.WORDS, qwen_model.IMAGE,
         ((1, 128), (8, 128), (1, 1024), (8, 1024)), (768, 768),
         ((256, 256), (512, 512), (320, 256), (256, 384), (448, 448), (256, 320), (384, 512), (352, 352)),
+    ),
+    "lfm2_vl": Subject(
+        lfm_model.lfm_model, lfm_model.lfm_model, lfm_model.WORDS, lfm_model.IMAGE,
+        ((1, 128), (8, 128), (1, 1024), (8, 1024)), (1024, 768), MIXED,  # the single image has six tiles
     ),
 }  # fmt: skip
 
