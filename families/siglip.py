@@ -1,12 +1,15 @@
-"""Layers of SigLIP towers, which several families have: published names, shapes, and how they are read. Does not import
-torch before weights are read.
+"""SigLIP towers, which several families have: their sizes, and the published names and shapes of their layers, and how
+these are read. Does not import torch before weights are read.
 
 D features of the tower.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from encoder.vit_sizes import DerivedSizes, check_activation
 
 if TYPE_CHECKING:
     from encoder.vit import Block
@@ -15,6 +18,49 @@ if TYPE_CHECKING:
 
 Shapes = dict[str, tuple[int, ...]]
 """Name and shape of each weight."""
+
+
+@dataclass(frozen=True)
+class SiglipSizes(DerivedSizes):
+    """Sizes that every SigLIP tower has. Raises `ValueError` naming the fields and values of an impossible
+    combination."""
+
+    hidden_size: int
+    """Width of the tower, in features."""
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    """Inner width of the MLP."""
+    text_hidden_size: int
+    """Width of the rows that the decoder gets."""
+    hidden_act: str = "gelu_pytorch_tanh"
+    layer_norm_eps: float = 1e-6
+    patch_size: int = 16
+    """Side of a patch, in pixels."""
+
+    def __post_init__(self) -> None:
+        self.check_positive(
+            "hidden_size", "num_layers", "num_heads", "intermediate_size", "text_hidden_size", "patch_size"
+        )
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"vision hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
+        check_activation(self.hidden_act)
+
+    def check_positive(self, *names: str) -> None:
+        """Raises `ValueError` naming the first of these fields that is below 1."""
+        for name in names:
+            if getattr(self, name) < 1:
+                raise ValueError(f"vision {name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """0: the tower has no prefix tokens."""
+        return 0
+
+    @property
+    def use_swiglu_ffn(self) -> bool:
+        """False: the MLP is not gated."""
+        return False
 
 
 def linear_shapes(name: str, rows: int, columns: int, *, biased: bool = True) -> Shapes:

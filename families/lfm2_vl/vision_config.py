@@ -10,12 +10,11 @@ from typing import Any
 
 from encoder.item import IMAGE
 from encoder.media_limits import RGB
-from encoder.vit_sizes import DerivedSizes, check_activation
 from families.family import ModelFiles
 from families.fields import MOST_LAYERS, check_processor, count, flag, number, only, per_channel, section
 from families.files import CheckpointError, checkpoint_errors, first
 from families.lfm2_vl.tiling import LARGEST_TILE, MOST_TILES, Tiling
-from families.siglip import layer_shapes, linear_shapes, norm_shapes
+from families.siglip import SiglipSizes, layer_shapes, linear_shapes, norm_shapes
 from kernels.activation_names import COMPILED
 
 JOINED_EPS = 1e-5
@@ -28,24 +27,12 @@ _IMAGE_PROCESSORS = ("Lfm2VlImageProcessor", "Lfm2VlImageProcessorFast")
 
 
 @dataclass(frozen=True)
-class VisionConfig(DerivedSizes):
+class VisionConfig(SiglipSizes):
     """Sizes of a SigLIP2 tower with the projector, and the settings of its image rule.
 
     Raises `ValueError` naming the fields and values of an impossible combination.
     """
 
-    hidden_size: int
-    """Width of the tower, in features."""
-    num_layers: int
-    num_heads: int
-    intermediate_size: int
-    """Inner width of the MLP."""
-    text_hidden_size: int
-    """Width of the rows that the decoder gets."""
-    hidden_act: str = "gelu_pytorch_tanh"
-    layer_norm_eps: float = 1e-6
-    patch_size: int = 16
-    """Side of a patch, in pixels."""
     num_patches: int = 256
     """Entries of the stored position table, a square."""
     merge_size: int = 2
@@ -63,18 +50,10 @@ class VisionConfig(DerivedSizes):
     """Context length, in tokens: larger images are an error. It does not affect how images are resized."""
 
     def __post_init__(self) -> None:
-        positive = (
-            "hidden_size", "num_layers", "num_heads", "intermediate_size", "text_hidden_size", "patch_size",
-            "num_patches", "merge_size", "projector_hidden_size",
-        )  # fmt: skip
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ValueError(f"vision {name} must be at least 1, got {getattr(self, name)}")
-        if self.hidden_size % self.num_heads:
-            raise ValueError(f"vision hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
+        super().__post_init__()
+        self.check_positive("num_patches", "merge_size", "projector_hidden_size")
         if self.table_side**2 != self.num_patches:
             raise ValueError(f"vision num_patches {self.num_patches} is not a square; {self.table_side**2} would work")
-        check_activation(self.hidden_act)
         if self.projector_act not in COMPILED:
             raise ValueError(f"projector_hidden_act {self.projector_act!r} is none of {', '.join(COMPILED)}")
         if self.image.most_tiles and self.image.tile_size % self.factor:
@@ -82,16 +61,6 @@ class VisionConfig(DerivedSizes):
                 f"tile_size {self.image.tile_size} is not a multiple of {self.factor}, the patch_size "
                 f"{self.patch_size} times the downsample_factor {self.merge_size}"
             )
-
-    @property
-    def num_prefix_tokens(self) -> int:
-        """0: the tower has no prefix tokens."""
-        return 0
-
-    @property
-    def use_swiglu_ffn(self) -> bool:
-        """False: the MLP is not gated."""
-        return False
 
     @property
     def projector_eps(self) -> float:

@@ -9,12 +9,11 @@ from typing import Any
 
 from encoder.item import IMAGE, VIDEO
 from encoder.media_limits import RGB
-from encoder.vit_sizes import DerivedSizes, check_activation
 from families.family import ModelFiles
 from families.fields import BICUBIC, MOST_LAYERS, check_processor, count, flag, number, per_channel
 from families.files import CheckpointError, checkpoint_errors, first
 from families.minicpmv4_6.slicing import LARGEST_SIDE, Slicing
-from families.siglip import attention_shapes, layer_shapes, linear_shapes, norm_shapes
+from families.siglip import SiglipSizes, attention_shapes, layer_shapes, linear_shapes, norm_shapes
 
 WINDOW = 2
 """Rows per window along each side: patches for the window merger, merged rows for the last merger."""
@@ -23,24 +22,12 @@ _PROCESSOR, _VIDEO_PROCESSOR = "preprocessor_config.json", "video_preprocessor_c
 
 
 @dataclass(frozen=True)
-class VisionConfig(DerivedSizes):
+class VisionConfig(SiglipSizes):
     """Sizes of a SigLIP tower with its mergers, and the settings of its image rule.
 
     Raises `ValueError` naming the fields and values of an impossible combination.
     """
 
-    hidden_size: int
-    """Width of the tower, in features."""
-    num_layers: int
-    num_heads: int
-    intermediate_size: int
-    """Inner width of the MLP."""
-    text_hidden_size: int
-    """Width of the rows that the decoder gets."""
-    hidden_act: str = "gelu_pytorch_tanh"
-    layer_norm_eps: float = 1e-6
-    patch_size: int = 16
-    """Side of a patch, in pixels."""
     image_size: int = 224
     """Side, in pixels, of the square image that the position table was trained for."""
     insert_layer: int | None = 6
@@ -59,32 +46,14 @@ class VisionConfig(DerivedSizes):
     """Context length, in tokens: larger images are an error. It does not affect how images are resized."""
 
     def __post_init__(self) -> None:
-        positive = (
-            "hidden_size", "num_layers", "num_heads", "intermediate_size", "text_hidden_size", "patch_size",
-            "max_video_frames",
-        )  # fmt: skip
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ValueError(f"vision {name} must be at least 1, got {getattr(self, name)}")
-        if self.hidden_size % self.num_heads:
-            raise ValueError(f"vision hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
+        super().__post_init__()
+        self.check_positive("max_video_frames")
         if self.image_size < self.patch_size:
             raise ValueError(f"vision image_size {self.image_size} is below patch_size {self.patch_size}")
         if self.insert_layer is not None and not 0 <= self.insert_layer < self.num_layers:
             raise ValueError(
                 f"insert_layer_id {self.insert_layer} must be at least 0 and below {self.num_layers} layers"
             )
-        check_activation(self.hidden_act)
-
-    @property
-    def num_prefix_tokens(self) -> int:
-        """0: the tower has no prefix tokens."""
-        return 0
-
-    @property
-    def use_swiglu_ffn(self) -> bool:
-        """False: the MLP is not gated."""
-        return False
 
     @property
     def projector_hidden_size(self) -> int:

@@ -4,11 +4,56 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from encoder.item import EncoderItem
-from encoder.runner import EncoderRunner
+from encoder.native import scratch_sizes
+from encoder.runner import EncoderOptions, EncoderRunner
+from families import VisionSpec
+from kernels.linear import Quantised, quantise
+
+
+class TinyTower:
+    """A random model's tower, and items of it."""
+
+    def __init__(
+        self, vision: VisionSpec, weights: Sequence[tuple[str, torch.Tensor | Quantised]], items: list[EncoderItem]
+    ) -> None:
+        self.vision, self.weights, self.items = vision, list(weights), items
+
+    def runner(self, dtype: torch.dtype, *, weights: Any = None, **options: Any) -> EncoderRunner:
+        given: dict[str, Any] = {"graphs": "off", "native": "on", **options}
+        return EncoderRunner(self.vision, EncoderOptions(dtype=dtype, **given), weights or self.weights)
+
+    def check_compiled(self) -> None:
+        """Compiled code has the rows of the operations in float32, and in bfloat16 about as large an error."""
+        fast, slow = (encode(self.runner(torch.float32, native=mode), self.items) for mode in ("on", "off"))
+        for found, wanted in zip(fast, slow, strict=True):
+            assert float((found - wanted).abs().max()) <= 2e-5 * float(wanted.abs().max())
+        rounded, plain = (encode(self.runner(torch.bfloat16, native=mode), self.items) for mode in ("on", "off"))
+        assert rms(rounded, slow) <= 1.2 * rms(plain, slow)
+
+    def check_quantised(self, kind: str, native: str) -> None:
+        """Quantised MLPs give the rows of their expanded weights."""
+        stored: dict[str, Any] = {
+            name: quantise(weight, kind) if "mlp.fc" in name and weight.dim() == 2 else weight
+            for name, weight in self.weights
+            if isinstance(weight, torch.Tensor)
+        }
+        assert any(isinstance(weight, Quantised) for weight in stored.values())
+        expanded = {name: w.dequantise() if isinstance(w, Quantised) else w for name, w in stored.items()}
+        found, exact = (
+            encode(self.runner(torch.float32, weights=list(each.items()), native=native), self.items)
+            for each in (stored, expanded)
+        )
+        assert rms(found, exact) < 1e-5 * float(torch.cat(exact).square().mean().sqrt())
+
+    def check_scratch(self) -> None:
+        """The plan has the scratch memory of the largest launch."""
+        plan: Any = self.runner(torch.bfloat16).plan()
+        assert plan["scratch_bytes"] == sum(scratch_sizes(plan["rows"][-1], self.vision, torch.bfloat16))
 
 
 def encode(runner: EncoderRunner, items: Sequence[EncoderItem]) -> list[torch.Tensor]:

@@ -4,52 +4,50 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import shutil
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cut_images import (
+    Content,
+    check_answers,
+    check_bytes,
+    check_least_handoff,
+    check_prompts,
+    check_rows,
+    check_same_answer,
+    pieces,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from images import encoded
 from lfm2_vl import IMAGE, NAMES, TinyLfm, make_lfm, random_settings, released_pixels, released_processor
-from minicpm import assert_greedy, byte_tokenizer, random_image
+from minicpm import byte_tokenizer, random_image
 from PIL import Image
 from qwen_vision import replace_torchvision
 from running import RunningEncoder, RunningServer
 from safetensors.torch import load_file
 
 import saccade
-from encoder.runner import EncoderOptions, EncoderRunner
 from families import CheckpointError
 from families.lfm2_vl.tiling import Tiling
 from families.lfm2_vl.vision import TiledVision
-from service.answers.prompts import prompt_ids, widen
-from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
-from service.engine.types import EngineInfo
 from service.media.prepared import PreparedItem
-from service.model.assets import ModelAssets
-from service.model.checkpoint import Checkpoint
 from service.model.modelconfig import load_config
 
 GREEDY = 16
-INFO = EngineInfo("tiny", "", 4096, 2, 4096, "float32")
-Content = list[Image.Image | str]
+WORDS = ("What is 0<1", "the <image thing\n", "in 42", "?")
+"""Texts between images, one of which only looks like an image."""
 
 
 @pytest.fixture(autouse=True)
 def torchvision_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_torchvision(monkeypatch)
-
-
-def pieces(images: list[Image.Image]) -> Content:
-    """Images and text alternately, including text that only looks like an image."""
-    words = ["What is 0<1", "the <image thing\n", "in 42", "?"]
-    return [part for pair in zip([*images, None, None, None], words) for part in pair if part is not None]
 
 
 def rendered(content: Content) -> str:
@@ -91,27 +89,9 @@ def test_logits_and_greedy_tokens(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     tiny = make_lfm(tmp_path, seed)
     images = [random_image(rng) for _ in range(seed % 4)]
-    content = pieces(images)
-    parts = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": encoded(part)}
-        for part in content
-    ]
-    image_token = tiny.model.config.image_token_id
-    options: dict[str, Any] = {"max_chunk": rng.choice([None, 7]), "graphs": "on" if seed % 8 < 4 else "off"}
-    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1, **options) as client:
-        for _ in range(2):  # the second time from the caches
-            answer = client.generate(
-                [{"role": "user", "content": parts}], max_tokens=GREEDY, temperature=0, ignore_eos=True, logprobs=20,
-                logit_bias={image_token: -1e9},
-            )  # fmt: skip
-            inputs = tiny.inputs(rendered(content), images)
-            ids = inputs["input_ids"]
-            assert answer.usage.prompt_tokens == len(ids)
-            assert answer.usage.image_tokens == ids.count(image_token)
-            logits = tiny.logits(ids + answer.token_ids[:-1], inputs)[len(ids) - 1 :]
-            assert_greedy(answer, logits, [image_token])
-    attends = "full_attention" in tiny.model.config.text_config.layer_types  # prefixes of others are not kept
-    assert answer.usage.cached_tokens > 0 or not images or not attends
+    content = pieces(images, WORDS)
+    inputs = tiny.inputs(rendered(content), images)
+    check_answers(tiny, content, inputs, rng=rng, graphs=seed % 8 < 4, tokens=GREEDY)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -119,22 +99,14 @@ def test_pixels_and_input_ids_are_the_released_processors(tmp_path: Path, seed: 
     rng = random.Random(100 + seed)
     tiny = make_lfm(tmp_path, seed)
     images = [random_image(rng) for _ in range(3)]
-    content = pieces(images)
+    content = pieces(images, WORDS)
     inputs = tiny.inputs(rendered(content), images)
     media = prepared(vision_of(tiny), images)
     grids = [grid for item in media for grid in item.layout.grids]
     assert grids == [tuple(size) for size in inputs["spatial_shapes"].tolist()]
     theirs = [pixels[: rows * columns] for pixels, (rows, columns) in zip(inputs["pixel_values"], grids)]
     assert torch.equal(torch.cat([item.encoder_item.patches for item in media]), torch.cat(theirs))
-    assets = ModelAssets(load_config(tmp_path), load_config(tmp_path).vision)
-    chat = ChatInput((Message("user", tuple(part if isinstance(part, str) else None for part in content)),))
-    raw = RawInput(rendered(content))
-    each = TokensInput(tuple(tiny.processor.tokenizer(rendered(content))["input_ids"]))
-    for form in (chat, raw, each):
-        prompt = widen(prompt_ids(GenerateSpec("", "", form), media, assets), media, 0, assets, INFO)
-        assert prompt.ids == inputs["input_ids"]
-    narrow = TokensInput(prompt.narrow_ids)  # with a token for each tile, as `tokenize` gives them
-    assert widen(prompt_ids(GenerateSpec("", "", narrow), media, assets), media, 0, assets, INFO).ids == prompt.ids
+    check_prompts(tiny, content, rendered(content), media, inputs["input_ids"])
 
 
 @given(st.integers(12, 90), st.integers(12, 90), st.integers(0, 2**32))
@@ -211,32 +183,16 @@ def test_tiles_cross_between_hosts(tmp_path: Path, whole: bool) -> None:
         server = stack.enter_context(RunningServer(str(tmp_path), max_len=2048, max_seqs=2, **elsewhere))
         remote = stack.enter_context(saccade.Client(server.address))
         answer = remote.generate("what?", **common)
-    assert answer.token_ids == expected.token_ids
-    for found, wanted in zip(answer.logprobs or (), expected.logprobs or (), strict=True):
-        assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
-    assert answer.usage.image_tokens == expected.usage.image_tokens > 0
+    check_same_answer(answer, expected, "image_tokens")
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_packed_or_alone_by_graph_or_not_the_rows_are_transformers(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     tiny = make_lfm(tmp_path, seed, do_image_splitting=True)
-    checkpoint, vision = Checkpoint(tmp_path), vision_of(tiny)
+    vision = vision_of(tiny)
     given = [item.encoder_item for item in prepared(vision, [random_image(rng) for _ in range(5)])]
-    expected = [tiny.rows(item) for item in given]
-    weights = list(checkpoint.vision_weights())
-    for graphs, budgets in (("off", None), ("on", None), ("on", (vision.min_image_tokens, vision.max_image_tokens))):
-        options = EncoderOptions(dtype=torch.float32, graphs=graphs, token_budgets=budgets, max_images=1)
-        runner = EncoderRunner(vision, options, weights)
-        out = [torch.empty(item.tokens, vision.row_width) for item in given]
-        assert runner.encode(given, out) == [item.sequence_tokens for item in given]
-        alone = [torch.empty_like(rows) for rows in out]
-        for item, rows in zip(given, alone):
-            runner.encode([item], [rows])
-        for found, single, rows in zip(out, alone, expected):
-            scale = float(rows.abs().max())
-            assert float((found - rows).abs().max()) <= 1e-5 * scale
-            assert float((found - single).abs().max()) <= 1e-5 * scale
+    check_rows(tiny, vision, given, max_images=1, tolerance=1e-5)
 
 
 def test_checkpoints_of_every_kind_are_tried(tmp_path: Path) -> None:
@@ -260,13 +216,8 @@ def test_checkpoints_of_every_kind_are_tried(tmp_path: Path) -> None:
 
 
 def test_bytes_become_the_same_numbers(tmp_path: Path) -> None:
-    tiny = make_lfm(tmp_path, 3)
-    vision = vision_of(tiny)
-    tower = vision.build(Checkpoint(tmp_path).vision_weights(), dtype=torch.float32, device=torch.device("cpu"))
-    image = random_image(random.Random(5))
-    (floats,), (kept,) = prepared(vision, [image]), prepared(vision, [image], keep_bytes=True)
-    assert kept.encoder_item.patches.dtype == torch.uint8
-    assert torch.equal(tower.as_floats(kept.encoder_item.patches), floats.encoder_item.patches)
+    vision = vision_of(make_lfm(tmp_path, 3))
+    check_bytes(tmp_path, vision, partial(prepared, vision))
 
 
 @pytest.fixture(scope="module")
@@ -387,12 +338,5 @@ def test_the_smallest_and_the_largest_image_are_those_of_the_rule(tmp_path: Path
     assert tokens[height, width] == vision.min_image_tokens >= vision.least_budget
     square = [count for (h, w), count in tokens.items() if max(h, w) <= 4 * min(h, w)]
     assert max(square) <= vision.max_image_tokens
-    if seed:
-        return
-    options: dict[str, Any] = {"threads": 1, "max_seqs": 1, "graphs": "off"}
-    with pytest.raises(saccade.errors.InvalidArgument, match="handoff_bytes: 1 holds 0 image tokens") as refused:
-        saccade.LocalClient(tiny.path, handoff_bytes=1, **options)
-    least = int(re.findall(r"at least (\d+) would work", str(refused.value))[0])
-    with saccade.LocalClient(tiny.path, handoff_bytes=least, **options) as client:
-        file = encoded(Image.new("RGB", (width, height)))
-        assert client.generate("?", images=[file], max_tokens=1).usage.image_tokens == vision.min_image_tokens
+    if seed == 0:
+        check_least_handoff(tiny.path, vision, (height, width))

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import shutil
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cut_images import (
+    check_answers,
+    check_bytes,
+    check_least_handoff,
+    check_prompts,
+    check_rows,
+    check_same_answer,
+    pieces,
+)
 from images import encoded
-from minicpm import IMAGE, TinyMiniCPM, assert_greedy, make_minicpm, random_image
+from minicpm import IMAGE, TinyMiniCPM, make_minicpm, random_image
 from PIL import Image
 from running import RunningEncoder, RunningServer
 from transformers import AutoConfig
@@ -22,26 +31,15 @@ from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import Min
 
 import saccade
 from encoder.item import EncoderItem
-from encoder.runner import EncoderOptions, EncoderRunner
 from families import CheckpointError
 from families.minicpmv4_6.slicing import best_slices
 from families.minicpmv4_6.vision import SlicingVision
-from service.answers.prompts import prompt_ids, widen
-from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
-from service.engine.types import EngineInfo
 from service.media.prepared import PreparedItem
-from service.model.assets import ModelAssets
-from service.model.checkpoint import Checkpoint
 from service.model.modelconfig import load_config
 
 GREEDY = 32
-INFO = EngineInfo("tiny", "", 4096, 2, 4096, "float32")
-
-
-def pieces(images: list[Image.Image]) -> list[Image.Image | str]:
-    """Images and text alternately, including text that only looks like an image."""
-    words = ["What is 0<1", "the thing\n", "in 42", "?"]
-    return [part for pair in zip([*images, None, None, None], words) for part in pair if part is not None]
+WORDS = ("What is 0<1", "the thing\n", "in 42", "?")
+"""Texts between images."""
 
 
 def rendered(content: list[Image.Image | str]) -> str:
@@ -64,31 +62,9 @@ def test_logits_and_greedy_tokens(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     tiny = make_minicpm(tmp_path, seed)
     images = [random_image(rng) for _ in range(seed % 4)]
-    content = pieces(images)
-    parts = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": encoded(part)}
-        for part in content
-    ]
-    image_token = tiny.model.config.image_token_id
-    options: dict[str, Any] = {"max_chunk": rng.choice([None, 7]), "graphs": "on" if seed % 8 < 4 else "off"}
-    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1, **options) as client:
-        for _ in range(2):  # the second time from the caches
-            answer = client.generate(
-                [{"role": "user", "content": parts}], max_tokens=GREEDY, temperature=0, ignore_eos=True, logprobs=20,
-                logit_bias={image_token: -1e9},
-            )  # fmt: skip
-            inputs = tiny.inputs(rendered(content), images)
-            ids = inputs["input_ids"][0].tolist()
-            assert answer.usage.prompt_tokens == len(ids)
-            assert answer.usage.image_tokens == ids.count(image_token)
-            logits = tiny.logits(ids + answer.token_ids[:-1], inputs)[len(ids) - 1 :]
-            assert_greedy(answer, logits, [image_token])
-    attends = "full_attention" in tiny.model.config.text_config.layer_types  # prefixes of others are not kept
-    assert answer.usage.cached_tokens > 0 or not images or not attends
-
-
-def spec(form: ChatInput | RawInput | TokensInput) -> GenerateSpec:
-    return GenerateSpec("", "", form)
+    content = pieces(images, WORDS)
+    inputs = tiny.inputs(rendered(content), images)
+    check_answers(tiny, content, inputs, rng=rng, graphs=seed % 8 < 4, tokens=GREEDY)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -96,7 +72,7 @@ def test_pixels_and_input_ids_are_the_released_processors(tmp_path: Path, seed: 
     rng = random.Random(100 + seed)
     tiny = make_minicpm(tmp_path, seed)
     images = [random_image(rng) for _ in range(3)]
-    content = pieces(images)
+    content = pieces(images, WORDS)
     inputs = tiny.inputs(rendered(content), images)
     media = prepared(tiny, images)
     patch = tiny.model.config.vision_config.patch_size
@@ -105,15 +81,7 @@ def test_pixels_and_input_ids_are_the_released_processors(tmp_path: Path, seed: 
     # [1, 3, p, T p] of transformers: patches side by side
     theirs = inputs["pixel_values"][0].reshape(3, patch, -1, patch).permute(2, 0, 1, 3).flatten(1)
     assert torch.equal(torch.cat([item.encoder_item.patches for item in media]), theirs)
-    assets = ModelAssets(load_config(tmp_path), load_config(tmp_path).vision)
-    chat = ChatInput((Message("user", tuple(part if isinstance(part, str) else None for part in content)),))
-    raw = RawInput(rendered(content))
-    each = TokensInput(tuple(tiny.processor.tokenizer(rendered(content))["input_ids"]))
-    for form in (chat, raw, each):
-        prompt = widen(prompt_ids(spec(form), media, assets), media, 0, assets, INFO)
-        assert prompt.ids == inputs["input_ids"][0].tolist()
-    narrow = TokensInput(prompt.narrow_ids)  # with a token for each slice, as `tokenize` gives them
-    assert widen(prompt_ids(spec(narrow), media, assets), media, 0, assets, INFO).ids == prompt.ids
+    check_prompts(tiny, content, rendered(content), media, inputs["input_ids"][0].tolist())
 
 
 def test_large_images_as_released_settings_cut_them(tmp_path: Path) -> None:
@@ -172,47 +140,22 @@ def test_slices_cross_between_processes(tmp_path: Path, where: str) -> None:
         server = stack.enter_context(RunningServer(str(tmp_path), max_len=2048, max_seqs=2, **elsewhere))
         remote = stack.enter_context(saccade.Client(server.address))
         answer = remote.generate("what?", **common)
-    assert answer.token_ids == expected.token_ids
-    for found, wanted in zip(answer.logprobs or (), expected.logprobs or (), strict=True):
-        assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
-    for name in ("image_tokens", "video_tokens"):
-        assert getattr(answer.usage, name) == getattr(expected.usage, name) > 0
+    check_same_answer(answer, expected, "image_tokens", "video_tokens")
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_packed_or_alone_by_graph_or_not_the_rows_are_transformers(tmp_path: Path, seed: int) -> None:
     tiny = make_minicpm(tmp_path, seed, slice_mode=True)
-    checkpoint = Checkpoint(tmp_path)
-    vision = checkpoint.config.vision
+    vision = load_config(tmp_path).vision
     assert vision is not None
-    given = items(tiny, seed)
-    expected = [tiny.rows(item) for item in given]
-    weights = list(checkpoint.vision_weights())
-    for graphs, budgets in (("off", None), ("on", None), ("on", (vision.min_image_tokens, vision.max_image_tokens))):
-        options = EncoderOptions(dtype=torch.float32, graphs=graphs, token_budgets=budgets, max_images=2)
-        runner = EncoderRunner(vision, options, weights)
-        out = [torch.empty(item.tokens, vision.row_width) for item in given]
-        counts = runner.encode(given, out)
-        assert counts == [item.sequence_tokens for item in given]
-        alone = [torch.empty_like(rows) for rows in out]
-        for item, rows in zip(given, alone):
-            runner.encode([item], [rows])
-        for found, single, rows in zip(out, alone, expected):
-            scale = float(rows.abs().max())
-            assert float((found - rows).abs().max()) <= 1e-4 * scale
-            assert float((found - single).abs().max()) <= 1e-5 * scale
+    check_rows(tiny, vision, items(tiny, seed), max_images=2, tolerance=1e-4)
 
 
 def test_bytes_become_the_same_numbers(tmp_path: Path) -> None:
     tiny = make_minicpm(tmp_path, 3)
-    checkpoint = Checkpoint(tmp_path)
-    vision = checkpoint.config.vision
+    vision = load_config(tmp_path).vision
     assert vision is not None
-    tower = vision.build(checkpoint.vision_weights(), dtype=torch.float32, device=torch.device("cpu"))
-    image = random_image(random.Random(5))
-    (floats,), (kept,) = prepared(tiny, [image]), prepared(tiny, [image], keep_bytes=True)
-    assert kept.encoder_item.patches.dtype == torch.uint8
-    assert torch.equal(tower.as_floats(kept.encoder_item.patches), floats.encoder_item.patches)
+    check_bytes(tmp_path, vision, partial(prepared, tiny))
 
 
 @pytest.fixture(scope="module")
@@ -313,13 +256,7 @@ def test_the_smallest_image_is_the_one_that_the_rule_makes(tmp_path: Path, seed:
     tokens = {size: tokens_of(vision, *size) for size in sizes}
     height, width = min(sizes, key=lambda size: tokens[size])
     assert tokens[height, width] == vision.min_image_tokens >= vision.least_budget
-    options: dict[str, Any] = {"threads": 1, "max_seqs": 1, "graphs": "off"}
-    with pytest.raises(saccade.errors.InvalidArgument, match="handoff_bytes: 1 holds 0 image tokens") as refused:
-        saccade.LocalClient(model, handoff_bytes=1, **options)
-    least = int(re.findall(r"at least (\d+) would work", str(refused.value))[0])
-    with saccade.LocalClient(model, handoff_bytes=least, **options) as client:
-        file = encoded(Image.new("RGB", (width, height)))
-        assert client.generate("?", images=[file], max_tokens=1).usage.image_tokens == vision.min_image_tokens
+    check_least_handoff(Path(model), vision, (height, width))
 
 
 def tokens_of(vision: SlicingVision, height: int, width: int) -> int:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from compiled import needs_compiled
 from minicpm import make_minicpm, random_image, random_video
-from towers import assert_same_bits_in_any_company, encode, rms
+from towers import TinyTower, assert_same_bits_in_any_company
 
-from encoder.native import scratch_sizes
-from encoder.runner import EncoderOptions, EncoderRunner
 from families.minicpmv4_6.vision import SlicingVision
-from kernels.linear import Quantised, quantise
 from service.model.checkpoint import Checkpoint
 
 pytestmark = needs_compiled
@@ -24,7 +20,7 @@ SEEDS = [0, 1, 2, 3, 5, 8]
 """Models with and without a window merger, of several widths."""
 
 
-class Tiny:
+class Tiny(TinyTower):
     """A random model's tower, and items of it."""
 
     def __init__(self, path: Path, seed: int) -> None:
@@ -32,25 +28,16 @@ class Tiny:
         checkpoint, rng = Checkpoint(path), random.Random(seed)
         vision = checkpoint.config.vision
         assert isinstance(vision, SlicingVision) and vision.video_rule is not None
-        self.vision, self.weights = vision, list(checkpoint.vision_weights())
         images = [torch.frombuffer(bytearray(i.tobytes()), dtype=torch.uint8).view(i.height, i.width, 3)
                   for i in (random_image(rng) for _ in range(5))]  # fmt: skip
-        self.items = [vision.image_rule.patchify(image, torch.float32, keep_bytes=True) for image in images]
-        self.items += [vision.video_rule.patchify(random_video(rng), torch.float32, keep_bytes=True)]
-
-    def runner(self, dtype: torch.dtype, *, weights: Any = None, **options: Any) -> EncoderRunner:
-        given: dict[str, Any] = {"graphs": "off", "native": "on", **options}
-        return EncoderRunner(self.vision, EncoderOptions(dtype=dtype, **given), weights or self.weights)
+        items = [vision.image_rule.patchify(image, torch.float32, keep_bytes=True) for image in images]
+        items += [vision.video_rule.patchify(random_video(rng), torch.float32, keep_bytes=True)]
+        super().__init__(vision, list(checkpoint.vision_weights()), items)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_compiled_towers_equal_the_operations(tmp_path: Path, seed: int) -> None:
-    tiny = Tiny(tmp_path, seed)
-    fast, slow = (encode(tiny.runner(torch.float32, native=mode), tiny.items) for mode in ("on", "off"))
-    for found, wanted in zip(fast, slow, strict=True):
-        assert float((found - wanted).abs().max()) <= 2e-5 * float(wanted.abs().max())
-    rounded, plain = (encode(tiny.runner(torch.bfloat16, native=mode), tiny.items) for mode in ("on", "off"))
-    assert rms(rounded, slow) <= 1.2 * rms(plain, slow)
+    Tiny(tmp_path, seed).check_compiled()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -65,25 +52,11 @@ def test_an_image_gets_the_same_bits_in_any_company(tmp_path: Path, seed: int, d
 @pytest.mark.parametrize("kind", ["fp8", "nvfp4", "int8"])
 @pytest.mark.parametrize("native", ["on", "off"])
 def test_quantised_towers_give_the_rows_of_their_expanded_weights(tmp_path: Path, kind: str, native: str) -> None:
-    tiny = Tiny(tmp_path, 7)
-    stored: dict[str, Any] = {
-        name: quantise(weight, kind) if "mlp.fc" in name and weight.dim() == 2 else weight
-        for name, weight in tiny.weights
-        if isinstance(weight, torch.Tensor)
-    }
-    assert any(isinstance(weight, Quantised) for weight in stored.values())
-    expanded = {name: w.dequantise() if isinstance(w, Quantised) else w for name, w in stored.items()}
-    found, exact = (
-        encode(tiny.runner(torch.float32, weights=list(each.items()), native=native), tiny.items)
-        for each in (stored, expanded)
-    )
-    assert rms(found, exact) < 1e-5 * float(torch.cat(exact).square().mean().sqrt())
+    Tiny(tmp_path, 7).check_quantised(kind, native)
 
 
 def test_scratch_is_what_the_plan_says(tmp_path: Path) -> None:
-    tiny = Tiny(tmp_path, 0)
-    plan = tiny.runner(torch.bfloat16).plan()
-    assert plan["scratch_bytes"] == sum(scratch_sizes(plan["rows"][-1], tiny.vision, torch.bfloat16))  # type: ignore[index]
+    Tiny(tmp_path, 0).check_scratch()
 
 
 def test_models_of_both_modes_are_tried(tmp_path: Path) -> None:
