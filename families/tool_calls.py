@@ -9,10 +9,12 @@ the markup. How the text is divided does not change the result.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
+from families.tool_literals import call_text, keyword_steps, literal_steps
 from families.tool_steps import SPACE, Cursor, Ended, Mismatch, Steps, json_steps, overlap
 from families.tool_values import json_text, json_value, only_string, typed
 
@@ -23,9 +25,11 @@ class ToolMarkup:
 
     begin: str
     end: str
-    body: Literal["xml", "object", "list"]
+    body: Literal["xml", "object", "list", "python", "lines"]
     """`xml`: `<function=NAME><parameter=KEY>VALUE</parameter>...</function>`, one call. `object`: a JSON object with
-    `name` and `arguments`. `list`: a JSON list of such objects."""
+    `name` and `arguments`, `list`: a JSON list of such objects; both are read in both forms. `python`: a Python list of
+    calls `NAME(KEY=LITERAL, ...)`; one call without the list and the JSON forms are read, too. `lines`: such calls, one
+    per line. `families.tool_literals` says what literals are."""
     sign: str
     """Text that a chat template contains if the model writes calls like this."""
 
@@ -36,6 +40,12 @@ HERMES = ToolMarkup("<tool_call>", "</tool_call>", "object", "<tool_call>")
 """Hermes, Qwen2.5, Qwen3, Granite 4."""
 CALL_LIST = ToolMarkup("<TOOLCALL>", "</TOOLCALL>", "list", "<TOOLCALL>")
 """Nemotron Nano v2."""
+HERMES_LIST = ToolMarkup("<tool_call>", "</tool_call>", "list", '"name": "function_name"')
+"""Small models of Falcon-H1. Their chat template has an example of a call."""
+PYTHON_LIST = ToolMarkup("<|tool_call_start|>", "<|tool_call_end|>", "python", "List of tools: ")
+"""LFM2 and LFM2.5. Most of their chat templates show no call."""
+PYTHON_LINES = ToolMarkup("<function_calls>", "</function_calls>", "lines", "<function_calls>")
+"""OLMo 3."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,11 @@ class CallScanner:
 
     def _parse(self) -> Steps:
         cursor = self._cursor
-        body = {"xml": self._xml, "object": self._item, "list": self._list}[self._markup.body]
+        bodies: dict[str, Callable[[], Steps]] = {
+            "xml": self._xml, "object": partial(self._list, self._item), "list": partial(self._list, self._item),
+            "python": partial(self._list, self._call), "lines": self._lines,
+        }  # fmt: skip
+        body = bodies[self._markup.body]
         begin = self._markup.begin
         if self._at_once:
             try:
@@ -172,28 +186,10 @@ class CallScanner:
                 self._argue(f'{before}"')
                 yield from self._string()
             else:
-                value = yield from self._value()
+                value = yield from _value(cursor)
                 self._argue(before + typed(value.removeprefix("\n").removesuffix("\n"), schema, key))
         self.complete += 1
         self._argue("}")
-
-    def _value(self) -> Generator[None, None, str]:
-        """A parameter's text. A string inside of a JSON object or list may contain the closing tag."""
-        cursor = self._cursor
-        begin = cursor.at
-        try:
-            yield from cursor.space()
-            if cursor.text[cursor.at] in "{[":
-                start = cursor.at
-                yield from json_steps(cursor)
-                value = cursor.text[start : cursor.at]
-                yield from cursor.space()
-                yield from cursor.word("</parameter>")
-                return value
-        except Mismatch:
-            pass
-        cursor.at = begin
-        return (yield from cursor.until("</parameter>"))
 
     def _string(self) -> Steps:
         """A parameter that is a string, as it is written: the newlines next to the tags are not part of it."""
@@ -211,13 +207,15 @@ class CallScanner:
         cursor.at = end + len("</parameter>")
         self._argue(json_text(written)[1:])
 
-    def _list(self) -> Steps:
-        """A JSON list of calls."""
+    def _list(self, item: Callable[[], Steps]) -> Steps:
+        """A list of calls, or one alone."""
         cursor = self._cursor
         yield from cursor.space()
-        yield from cursor.word("[")
+        if cursor.text[cursor.at] != "[":
+            return (yield from item())
+        cursor.at += 1
         while True:
-            yield from self._item()
+            yield from item()
             if self.done:
                 return
             yield from cursor.space()
@@ -232,7 +230,7 @@ class CallScanner:
         yield from cursor.space()
         begin = cursor.at
         try:
-            name = yield from self._head()
+            name = yield from _head(cursor, self._tools, self._longest_name)
         except Mismatch:
             cursor.at = begin
             return (yield from self._whole())
@@ -244,26 +242,41 @@ class CallScanner:
             yield from cursor.word("}")
             cursor.drop()
 
-    def _head(self) -> Generator[None, None, str]:
-        """The name of a call whose arguments follow. Raises Mismatch for another order."""
+    def _lines(self) -> Steps:
+        """Python calls with white space between them, up to the marker of the end."""
         cursor = self._cursor
-        for word in ("{", '"name"', ":", '"'):
-            yield from cursor.word(word)
-            if word != '"':
-                yield from cursor.space()
-        name = yield from cursor.until('"', self._longest_name)
+        yield from cursor.space()
+        while True:
+            yield from self._call()
+            if self.done:
+                return
+            yield from cursor.space()
+            if cursor.text[cursor.at] == self._markup.end[0]:
+                return
+
+    def _call(self) -> Steps:
+        """A Python call, or a JSON object. It is reported from its first keyword on, so one with positional arguments
+        remains text."""
+        cursor = self._cursor
+        yield from cursor.space()
+        if cursor.text[cursor.at] == "{":
+            return (yield from self._item())
+        name = (yield from cursor.until("(", self._longest_name)).strip(SPACE)
         if name not in self._tools:
             raise Mismatch
-        yield from cursor.space()
-        yield from cursor.word(",")
-        yield from cursor.space()
-        yield from cursor.word('"arguments"', '"parameters"')
-        yield from cursor.space()
-        yield from cursor.word(":")
-        yield from cursor.space()
-        if not cursor.text.startswith("{", cursor.at):
-            raise Mismatch
-        return name
+        key = yield from keyword_steps(cursor, first=True)
+        self._start(name)
+        self._argue("{")
+        keys = set[str]()
+        while key is not None:
+            if key in keys:
+                raise Mismatch
+            self._argue(f"{', ' if keys else ''}{json_text(key)}: ")
+            keys.add(key)
+            yield from literal_steps(cursor, self._argue)
+            key = yield from keyword_steps(cursor, first=False)
+        self.complete += 1
+        self._argue("}")
 
     def _whole(self) -> Steps:
         """A JSON object with `name` and `arguments` in any order."""
@@ -316,7 +329,8 @@ class CallScanner:
 
     def _argue(self, arguments: str) -> None:
         """Reports text of the call's arguments, for all that has been parsed."""
-        self._add(CallPiece(self.calls - 1, arguments))
+        if arguments:
+            self._add(CallPiece(self.calls - 1, arguments))
         self._cursor.drop()
 
     def _flush(self) -> None:
@@ -332,3 +346,57 @@ _LONGEST_KEY = 1024
 def _trimmed(text: str, end: int) -> int:
     """`end` without the white space before it."""
     return len(text[:end].rstrip(SPACE))
+
+
+def _value(cursor: Cursor) -> Generator[None, None, str]:
+    """A parameter's text. A string inside of a JSON object or list may contain the closing tag."""
+    begin = cursor.at
+    try:
+        yield from cursor.space()
+        if cursor.text[cursor.at] in "{[":
+            start = cursor.at
+            yield from json_steps(cursor)
+            value = cursor.text[start : cursor.at]
+            yield from cursor.space()
+            yield from cursor.word("</parameter>")
+            return value
+    except Mismatch:
+        pass
+    cursor.at = begin
+    return (yield from cursor.until("</parameter>"))
+
+
+def _head(cursor: Cursor, tools: Collection[str], longest_name: int) -> Generator[None, None, str]:
+    """The name of a JSON object's call whose arguments follow. Raises Mismatch for another order."""
+    for word in ("{", '"name"', ":", '"'):
+        yield from cursor.word(word)
+        if word != '"':
+            yield from cursor.space()
+    name = yield from cursor.until('"', longest_name)
+    if name not in tools:
+        raise Mismatch
+    yield from cursor.space()
+    yield from cursor.word(",")
+    yield from cursor.space()
+    yield from cursor.word('"arguments"', '"parameters"')
+    yield from cursor.space()
+    yield from cursor.word(":")
+    yield from cursor.space()
+    if not cursor.text.startswith("{", cursor.at):
+        raise Mismatch
+    return name
+
+
+def calls_text(markup: ToolMarkup, calls: Iterable[tuple[str, Mapping[str, Any]]]) -> str | None:
+    """Names and arguments of calls as a model writes them; None for XML, whose released chat templates print calls."""
+    if markup.body == "xml":
+        return None
+    python = markup.body in ("python", "lines")
+    told = [
+        call_text(name, arguments) if python else json_text({"name": name, "arguments": arguments})
+        for name, arguments in calls
+    ]
+    if markup.body == "object":
+        return "\n".join(f"{markup.begin}\n{call}\n{markup.end}" for call in told)
+    inner = "\n".join(told) if markup.body == "lines" else f"[{', '.join(told)}]"
+    return f"{markup.begin}{inner}{markup.end}"

@@ -16,7 +16,7 @@ _CHARACTERS = re.compile(r'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))
 _ESCAPE_BEGINS = re.compile(r"(?:\\(?:u[0-9a-fA-F]{0,3})?)?")
 """An escape that is not complete, or nothing."""
 _SCALAR_LETTERS = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
-_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
+JSON_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 
 
 class Mismatch(Exception):
@@ -148,7 +148,9 @@ def _string(cursor: Cursor, flush: Callable[[], None]) -> Steps:
         yield from cursor.more()
 
 
-def _scalar(cursor: Cursor, flush: Callable[[], None]) -> Steps:
+def scalar(cursor: Cursor, flush: Callable[[], None]) -> Generator[None, None, str]:
+    """The text of a number or name, which is not parsed by this; `flush` is called before more text is needed. Raises
+    Mismatch for very long ones."""
     length = 0
     while True:
         rest = cursor.text[cursor.at : cursor.at + _LONGEST_SCALAR + 1]
@@ -157,9 +159,13 @@ def _scalar(cursor: Cursor, flush: Callable[[], None]) -> Steps:
         if length > _LONGEST_SCALAR:
             raise Mismatch
         if length < len(rest):
-            break
+            return rest[:length]
         flush()
         yield from cursor.more()
-    if not _SCALAR.fullmatch(rest, 0, length):
+
+
+def _scalar(cursor: Cursor, flush: Callable[[], None]) -> Steps:
+    text = yield from scalar(cursor, flush)
+    if not JSON_SCALAR.fullmatch(text):
         raise Mismatch
-    cursor.at += length
+    cursor.at += len(text)

@@ -12,8 +12,8 @@ TYPES: dict[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null",
 }  # fmt: skip
 """JSON's types by those of `json.loads`."""
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
-"""Chat templates print such values of earlier calls in Python's notation, so models write them, too."""
+PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
+"""JSON by Python's names. Chat templates print such values of earlier calls by these, so models write them, too."""
 _DEEPEST = 16
 """Number of references and combinations that are followed."""
 
@@ -33,7 +33,7 @@ def only_string(schema: Mapping[str, Any], key: str) -> bool:
 def typed(text: str, schema: Mapping[str, Any], key: str) -> str:
     """JSON of a value that was written as `text`. What is no JSON of a type that the schema allows is a string."""
     kinds = kinds_of(schema, key)
-    told = _PYTHON.get(text.strip(), text.strip())
+    told = PYTHON_NAMES.get(text.strip(), text.strip())
     try:
         kind = TYPES[type(json_value(told))]
     except ValueError:

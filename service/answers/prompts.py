@@ -18,6 +18,7 @@ from typing import Any
 from encoder.item import IMAGE, VIDEO
 from families import SlicingRule
 from service.answers.bounds import too_long
+from service.answers.tool_calls import with_written_calls
 from service.common import errors
 from service.common.types import ChatInput, GenerateSpec, MediaLayout, Message, RawInput, TokensInput
 from service.engine.types import EngineInfo
@@ -92,7 +93,8 @@ def _prompt_ids(spec: GenerateSpec, media: Sequence[PreparedItem], assets: Model
         return assets.tokenizer.with_special_tokens(ids) if spec.input.special_tokens else ids
     assert isinstance(spec.input, ChatInput)
     words = _words(media, assets)
-    for name in spec.input.needed:
+    chat = with_written_calls(spec.input, assets)
+    for name in chat.needed:
         if name not in assets.template.names:
             field = "chat.messages.tool_calls" if name == "tool_calls" else f"chat.{name}"
             raise errors.FailedPrecondition(
@@ -102,7 +104,7 @@ def _prompt_ids(spec: GenerateSpec, media: Sequence[PreparedItem], assets: Model
     known = None if assets.video_token is None else Clip(assets.video_token)
     clips = [(known or part) if item.labels else None for item, part in zip(media, words, strict=True)]
     try:
-        text = _rendered(replace(spec.input, messages=_with_clips(spec.input.messages, clips)), assets.template)
+        text = _rendered(replace(chat, messages=_with_clips(chat.messages, clips)), assets.template)
     except NotContinued as error:
         field = "chat.continue_final_message"
         raise errors.InvalidArgument(f"{field}: {error}", field=field) from None

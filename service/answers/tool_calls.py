@@ -9,7 +9,7 @@ from hashlib import blake2s
 from typing import Any
 
 from decoder.sampling import MAX_BIAS
-from families.tool_calls import CallPiece, CallScanner, Piece, TextPiece, ToolMarkup
+from families.tool_calls import CallPiece, CallScanner, Piece, TextPiece, ToolMarkup, calls_text
 from service.common import errors
 from service.common.types import CallDelta, ChatInput, ConstraintSpec, GenerateSpec, TextFormat, ToolUse
 from service.model.assets import ModelAssets
@@ -91,6 +91,26 @@ def _without_calls(spec: GenerateSpec, markup: ToolMarkup, assets: ModelAssets) 
         return spec
     bias = {**spec.sampling.get("logit_bias", {}), begin: -MAX_BIAS}
     return replace(spec, sampling={**spec.sampling, "logit_bias": bias})
+
+
+def with_written_calls(chat: ChatInput, assets: ModelAssets) -> ChatInput:
+    """The chat with earlier calls in the texts of their messages, if the chat template prints no calls: released
+    templates of several models leave that to the caller."""
+    markup = assets.tool_markup
+    if markup is None or "tool_calls" not in chat.needed or "tool_calls" in assets.template.names:
+        return chat
+    texts = [
+        calls_text(markup, [(call.name, call.arguments) for call in message.tool_calls]) if message.tool_calls else ""
+        for message in chat.messages
+    ]
+    if None in texts:
+        return chat
+    messages = [
+        replace(message, parts=(*message.parts, text), tool_calls=()) if text else message
+        for message, text in zip(chat.messages, texts, strict=True)
+    ]
+    needed = tuple(name for name in chat.needed if name != "tool_calls")
+    return replace(chat, messages=tuple(messages), needed=needed)
 
 
 def silent_markers(markup: ToolMarkup, assets: ModelAssets) -> Mapping[int, str]:

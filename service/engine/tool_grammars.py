@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from families.tool_literals import KEYWORD
 from families.tool_values import TYPES, typed
 
 Literal = Callable[[str], str]
@@ -35,6 +36,11 @@ _FORMATS = {
 }
 """Regular expressions for the values of `format`. Each matches common values only, which is enough for answers."""
 _CLOSE = "\n</parameter>\n"
+_AROUND = {
+    "list": ('"["', '", "', '"]"'), "python": ('"["', '", "', '"]"'), "lines": (r'"\n"?', r'"\n"', r'"\n"?'),
+}  # fmt: skip
+"""Lark source for what precedes, separates and follows the calls between two markers, in markups with several calls
+there."""
 
 
 def _are_strings(value: Any) -> bool:
@@ -69,13 +75,15 @@ class ToolGrammar:
         any_call = self._rule(" | ".join(calls))
         begin, end = self._literal(self._markup["begin"]), self._literal(self._markup["end"])
         several = self._format["parallel"]
-        if self._markup["body"] == "list":
-            more = f' (", " {any_call})*' if several else ""
-            rest = self._rule(f'"[" {any_call}{more} "]" {end}')
+        together = self._markup["body"] in _AROUND
+        if together:
+            before, between, after = _AROUND[self._markup["body"]]
+            more = f" ({between} {any_call})*" if several else ""
+            rest = self._rule(f"{before} {any_call}{more} {after} {end}")
         else:
             rest = self._rule(f'"\\n" {any_call} "\\n" {end}')
         if self._format["required"] or self._format["answer"]:
-            more = f' ("\\n" {begin} {rest})*' if several and self._markup["body"] != "list" else ""
+            more = f' ("\\n" {begin} {rest})*' if several and not together else ""
             start = f"start: {begin} {rest}{more}"
             if self._format["answer"]:  # compiled even if it is never used, so that errors in it are found
                 self._parts.append({"name": "answer", **self._content(*self._format["answer"])})
@@ -107,35 +115,59 @@ class ToolGrammar:
         """The rule for a call of one tool, between the markers."""
         if schema is not None and "x-guidance" in schema:
             raise ValueError(f"tool {name!r}: x-guidance cannot be set")
+        if self._markup["body"] in ("python", "lines"):
+            return self._python_call(name, schema)
         if self._markup["body"] != "xml":
             arguments = self._json({"type": "object"} if schema is None else _object(schema))
             return self._rule(f'{quoted(f"""{{"name": {json.dumps(name)}, "arguments": """)} {arguments} "}}"')
         parts = [self._literal(f"<function={name}>\n")]
         if schema is None:
             close = self._raw(".*", "")
-            key = self._rule("KEY")
-            if not any(rule.startswith("KEY:") for rule in self._rules):
-                self._rules.append("KEY: /[A-Za-z0-9_]{1,64}/")
-            parts.append(f'({self._literal("<parameter=")} {key} ">\\n" {close})*')
+            parts.append(f'({self._literal("<parameter=")} {self._any_key()} ">\\n" {close})*')
         else:
             parts += self._parameters(name, schema)
         return self._rule(" ".join([*parts, self._literal("</function>")]))
 
+    def _any_key(self) -> str:
+        """The rule for the name of any parameter."""
+        if "KEY: /[A-Za-z0-9_]{1,64}/" not in self._rules:
+            self._rules.append("KEY: /[A-Za-z0-9_]{1,64}/")
+        return self._rule("KEY")
+
     def _parameters(self, name: str, schema: Mapping[str, Any]) -> list[str]:
-        _check_keywords(f"tool {name!r}", schema, _OBJECT)
-        _check_forms(f"tool {name!r}", schema)
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        if lost := [key for key in required if key not in properties]:
-            raise ValueError(f"tool {name!r}: {lost[0]!r} is required, but is none of the {len(properties)} properties")
-        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         made = []
-        for key, inner in properties.items():
-            if ">" in key or key != key.strip() or not 1 <= len(key) <= 256:
-                raise ValueError(f"tool {name!r}: a parameter cannot be named {key[:50]!r}")
-            value = self._value(f"tool {name!r}, parameter {key!r}", inner, definitions)
+        for key, inner, required in _properties(name, schema, lambda key: ">" not in key and key == key.strip()):
+            value = self._value(f"tool {name!r}, parameter {key!r}", inner, _definitions(schema))
             parameter = self._rule(f'{self._literal(f"<parameter={key}>")} "\\n" {value}')
-            made.append(parameter if key in required else f"{parameter}?")
+            made.append(parameter if required else f"{parameter}?")
         return made
+
+    def _python_call(self, name: str, schema: Mapping[str, Any] | None) -> str:
+        """The rule for a call with keyword arguments, which are in the order of the properties."""
+        head = self._literal(f"{name}(")
+        if schema is None:
+            pair = self._rule(f'{self._any_key()} "=" {self._json({})}')
+            return self._rule(f'{head} ({pair} (", " {pair})*)? ")"')
+        firsts, tail = [""], ""  # what the arguments from here on can be: without another before them, and after one
+        for key, inner, required in reversed(_properties(name, schema, KEYWORD.fullmatch)):
+            value = self._literal_value(f"tool {name!r}, parameter {key!r}", inner, _definitions(schema))
+            argument = self._rule(f"{self._literal(f'{key}=')} {value}")
+            firsts = [f"{argument} {tail}", *([] if required else firsts)]
+            tail = self._rule(f'(", " {argument}){"" if required else "?"} {tail}')
+        return self._rule(" | ".join(f'{head} {first} ")"' for first in firsts))
+
+    def _literal_value(self, where: str, schema: Any, definitions: Mapping[str, Any]) -> str:
+        """The rule for the value of a keyword argument, as JSON, which is read like Python's literals. In lists of
+        calls, booleans are in Python's notation."""
+        schema = _followed(where, schema, definitions)
+        if schema is True:
+            return self._json({})
+        if not isinstance(schema, dict) or "x-guidance" in schema:
+            raise ValueError(f"{where}: this schema is not implemented in this markup")
+        plain = not schema.keys() - _ANNOTATIONS - {"type"}
+        if self._markup["body"] == "python" and plain and _kind(schema) == "boolean":
+            return self._rule('"True" | "False"')
+        return self._json({**schema, **definitions})
 
     def _value(self, where: str, schema: Any, definitions: Mapping[str, Any]) -> str:
         """The rule for a value up to the end of its tag. Strings are written literally, other values as JSON."""
@@ -223,6 +255,24 @@ def text_without(texts: Collection[str]) -> str:
 def quoted(text: str) -> str:
     """A string literal of Lark. It has the syntax of JSON, except that the library does not accept a literal U+007F."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _properties(name: str, schema: Mapping[str, Any], fits: Callable[[str], object]) -> list[tuple[str, Any, bool]]:
+    """Name, schema and necessity of each parameter of a tool. `fits`: whether the markup can express a name. Raises
+    ValueError."""
+    _check_keywords(f"tool {name!r}", schema, _OBJECT)
+    _check_forms(f"tool {name!r}", schema)
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if lost := [key for key in required if key not in properties]:
+        raise ValueError(f"tool {name!r}: {lost[0]!r} is required, but is none of the {len(properties)} properties")
+    for key in properties:
+        if not 1 <= len(key) <= 256 or not fits(key):
+            raise ValueError(f"tool {name!r}: a parameter cannot be named {key[:50]!r}")
+    return [(key, inner, key in required) for key, inner in properties.items()]
+
+
+def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
 
 def _object(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import random
 from typing import Any
 
 import pytest
-from tool_texts import TOOLS, check_text, joined, random_text, xml
+from tool_texts import MARKUPS, TOOLS, check_text, joined, random_text, written, xml
 
-from families.tool_calls import CALL_LIST, HERMES, XML, CallScanner, TextPiece, ToolMarkup
+from families.tool_calls import CALL_LIST, HERMES, PYTHON_LINES, PYTHON_LIST, XML, CallScanner, TextPiece, ToolMarkup
 from families.tool_values import typed
 
 CITY = "Köln </tool_call>"
@@ -51,8 +51,30 @@ def scanned(markup: ToolMarkup, text: str, **options: Any) -> tuple[str, list[tu
         (CALL_LIST, f'<TOOLCALL>[{WEATHER}, {{"name": "now"}}]</TOOLCALL>', "", [FOUND, ("now", {})]),
         (CALL_LIST, f'<TOOLCALL>[{WEATHER}, {{"name": "other"}}]</TOOLCALL>', ', {"name": "other"}]</TOOLCALL>',
          [FOUND]),
+        (HERMES, f"<tool_call>\n[\n  {WEATHER},\n  {WEATHER}\n]\n</tool_call>", "", [FOUND] * 2),
+        (CALL_LIST, f"<TOOLCALL>{WEATHER}</TOOLCALL>", "", [FOUND]),
         (CALL_LIST, "<TOOLCALL>[]</TOOLCALL>", "<TOOLCALL>[]</TOOLCALL>", []),
         (CALL_LIST, "<TOOLCALL>[[1]]</TOOLCALL>", "<TOOLCALL>[[1]]</TOOLCALL>", []),
+        (PYTHON_LIST, 'So. <|tool_call_start|>[weather(city="Köln", days=2), now()]<|tool_call_end|>Wait.', "So.Wait.",
+         [("weather", {"city": "Köln", "days": 2}), ("now", {})]),
+        (PYTHON_LIST, "<|tool_call_start|>\n[ weather ( city = 'a' , from=1,user-id=2, ) ]\n<|tool_call_end|>", "",
+         [("weather", {"city": "a", "from": 1, "user-id": 2})]),
+        (PYTHON_LIST, "<|tool_call_start|>now()<|tool_call_end|>", "", [("now", {})]),
+        (PYTHON_LIST, f"<|tool_call_start|>[{WEATHER}, now()]<|tool_call_end|>", "", [FOUND, ("now", {})]),
+        (PYTHON_LIST, f"<|tool_call_start|>{WEATHER}<|tool_call_end|>", "", [FOUND]),
+        *((PYTHON_LIST, text, text, []) for text in (
+            "<|tool_call_start|>[]<|tool_call_end|>", "<|tool_call_start|>[weather('Rome')]<|tool_call_end|>",
+            "<|tool_call_start|>[weather(**{'city': 1})]<|tool_call_end|>",
+            "<|tool_call_start|>[a.now()]<|tool_call_end|>", "<|tool_call_start|>[weather(3)]<|tool_call_end|>",
+            "[now()]", "<|tool_call_start|>x = [now()]<|tool_call_end|>",
+        )),
+        (PYTHON_LIST, "<|tool_call_start|>[now(), other()]<|tool_call_end|>", ", other()]<|tool_call_end|>",
+         [("now", {})]),
+        (PYTHON_LINES, "So.\n<function_calls>\nweather(city=\"a\\nb\", note=null)\nnow()\n</function_calls>", "So.",
+         [("weather", {"city": "a\nb", "note": None}), ("now", {})]),
+        (PYTHON_LINES, "<function_calls>now()now()</function_calls>", "", [("now", {})] * 2),
+        (PYTHON_LINES, none := "<function_calls></function_calls>", none, []),
+        (PYTHON_LINES, none := "<function_calls>[now()]</function_calls>", none, []),
     ],
 )  # fmt: skip
 def test_calls_and_the_text_around_them(markup: ToolMarkup, text: str, rest: str, calls: list[tuple[str, Any]]) -> None:
@@ -69,6 +91,11 @@ def test_calls_and_the_text_around_them(markup: ToolMarkup, text: str, rest: str
         (XML, "<tool_call>\n<function=weather>\n<parameter=days>\n2", "<parameter=days>\n2", "{"),
         (HERMES, '<tool_call>{"name": "weather", "arguments": {"city": "a\\u00', "\\u00", '{"city": "a'),
         (HERMES, '<tool_call>{"name": "weather", "arguments": {"days": 01}}', "01}}", '{"days": '),
+        (PYTHON_LIST, "<|tool_call_start|>[weather(city='K\\u00", "\\u00", '{"city": "K'),
+        (PYTHON_LIST, "<|tool_call_start|>[weather(days=2, 'x')]", ", 'x')]", '{"days": 2'),
+        (PYTHON_LIST, "<|tool_call_start|>[weather(days=2, days=3)]", ", days=3)]", '{"days": 2'),
+        (PYTHON_LIST, "<|tool_call_start|>[weather(days=[1, x])]", "x])]", '{"days": [1, '),
+        (PYTHON_LINES, "<function_calls>weather(days=", "", '{"days": '),
     ],
 )  # fmt: skip
 def test_a_call_that_breaks_off_stays_incomplete(markup: ToolMarkup, text: str, rest: str, arguments: str) -> None:
@@ -79,52 +106,47 @@ def test_a_call_that_breaks_off_stays_incomplete(markup: ToolMarkup, text: str, 
     assert found[1] == [("weather", arguments)] and found[0].strip() == rest.strip()
 
 
-@pytest.mark.parametrize("markup", [XML, HERMES, CALL_LIST], ids=lambda markup: markup.body)
+@pytest.mark.parametrize("markup", MARKUPS, ids=lambda markup: markup.body)
 def test_a_call_that_is_cut_off_leaves_no_markup(markup: ToolMarkup) -> None:
     """Wherever it is, and however the text arrives."""
-    item = '{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}'
-    body = {"xml": xml("weather", city="Oslo", days="2")[len(XML.begin) : -len(XML.end)], "object": item,
-            "list": f"[{item}]"}[markup.body]  # fmt: skip
-    call = f"so{markup.begin}{body}{markup.end}"
+    call = f"so{written(markup, ('weather', {'city': 'Oslo', 'days': 2}))}"
     for end in range(len(f"so{markup.begin}"), len(call)):
         for parts in ([call[:end]], list(call[:end])):
             scanner = CallScanner(markup, TOOLS)
             pieces = [piece for part in parts for piece in scanner.feed(part)]
             text, calls = joined(pieces + scanner.finish(cut=True))
             assert text == "so" and [name for name, _ in calls] in ([], ["weather"])
-    malformed = {"xml": " is how it begins", "object": '{"name": "a\\q', "list": '[{"name": "a\\q'}[markup.body]
+    malformed = {
+        "xml": " is how it begins", "object": '{"name": "a\\q', "list": '[{"name": "a\\q', "python": '[weather("',
+        "lines": 'weather("',
+    }[markup.body]  # fmt: skip
     for other in (f"so {markup.begin} is how it begins", f"so {markup.begin}{malformed}", "so <b"):
         scanner = CallScanner(markup, TOOLS)
         assert joined(scanner.feed(other) + scanner.finish(cut=True)) == (other, [])
 
 
-@pytest.mark.parametrize("markup", [XML, HERMES, CALL_LIST], ids=lambda markup: markup.body)
+@pytest.mark.parametrize("markup", MARKUPS, ids=lambda markup: markup.body)
 def test_arguments_are_reported_as_they_are_written(markup: ToolMarkup) -> None:
     long = "so " * 100
-    calls = f'{{"name": "weather", "arguments": {{"city": "{long}"}}}}'
-    body = {"xml": xml("weather", city=long)[len(XML.begin) :], "object": calls, "list": f"[{calls}"}[markup.body]
+    call = written(markup, ("weather", {"city": long})).removesuffix(markup.end)
     scanner = CallScanner(markup, TOOLS)
-    pieces = [piece for letter in markup.begin + body for piece in scanner.feed(letter)]
+    pieces = [piece for letter in call for piece in scanner.feed(letter)]
     assert len(pieces) > 250, "nearly every character is reported when it is known"
     assert json.loads(joined(pieces)[1][0][1]) == {"city": long} and scanner.complete == 1
 
 
-@pytest.mark.parametrize("markup", [XML, HERMES, CALL_LIST], ids=lambda markup: markup.body)
+@pytest.mark.parametrize("markup", MARKUPS, ids=lambda markup: markup.body)
 def test_after_a_single_call_the_answer_is_over(markup: ToolMarkup) -> None:
-    now = '{"name": "now", "arguments": {}}'
-    body = {"xml": xml("now")[len(XML.begin) : -len(XML.end)], "object": now, "list": f"[{now}, {now}]"}[markup.body]
-    call = f"{markup.begin}{body}{markup.end}"
+    call = written(markup, ("now", {}), ("now", {}))
     scanner = CallScanner(markup, TOOLS, single=True)
     assert joined(scanner.feed("a" + call[:9])) == ("a", []) and not scanner.done
     assert joined(scanner.feed(f"{call[9:]} b {call}") + scanner.finish()) == ("", [("now", "{}")])
     assert scanner.done and not scanner.pending
 
 
-@pytest.mark.parametrize("markup", [XML, HERMES, CALL_LIST], ids=lambda markup: markup.body)
+@pytest.mark.parametrize("markup", MARKUPS, ids=lambda markup: markup.body)
 def test_where_a_call_begins_at_once_or_never_a_later_one_is_text(markup: ToolMarkup) -> None:
-    now = '{"name": "now", "arguments": {}}'
-    body = {"xml": xml("now")[len(XML.begin) : -len(XML.end)], "object": now, "list": f"[{now}]"}[markup.body]
-    call = f"{markup.begin}{body}{markup.end}"
+    call = written(markup, ("now", {}))
     for text, rest, calls in (
         (f'{{"a": "{call}"}}', f'{{"a": "{call}"}}', []), (f" {call}", f" {call}", []), (call[:5], call[:5], []),
         (f"{call}\n{call}", "", [("now", "{}")] * 2), (call, "", [("now", "{}")]),

@@ -7,7 +7,20 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from families.tool_calls import CALL_LIST, HERMES, XML, CallPiece, CallScanner, Piece, TextPiece, ToolMarkup
+from families.tool_calls import (
+    CALL_LIST,
+    HERMES,
+    PYTHON_LINES,
+    PYTHON_LIST,
+    XML,
+    CallPiece,
+    CallScanner,
+    Piece,
+    TextPiece,
+    ToolMarkup,
+    calls_text,
+)
+from families.tool_literals import literal_text
 
 TOOLS: dict[str, Any] = {
     "weather": {
@@ -23,7 +36,7 @@ TOOLS: dict[str, Any] = {
 }
 Result = tuple[str, list[tuple[str, str]]]
 """The text, and names and arguments of the calls."""
-MARKUPS = (XML, HERMES, CALL_LIST)
+MARKUPS = (XML, HERMES, CALL_LIST, PYTHON_LIST, PYTHON_LINES)
 
 
 def joined(pieces: Sequence[Piece]) -> Result:
@@ -45,13 +58,24 @@ def xml(name: str, **values: str) -> str:
     return f"<tool_call>\n<function={name}>\n{told}</function>\n</tool_call>"
 
 
-def _json(rng: random.Random, depth: int = 3) -> Any:
+def written(markup: ToolMarkup, *calls: tuple[str, dict[str, Any]]) -> str:
+    """Calls with their markers."""
+    if markup.body != "xml":
+        return calls_text(markup, calls) or ""
+    told = []
+    for name, arguments in calls:
+        values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+        told.append(xml(name, **values))
+    return "\n".join(told)
+
+
+def random_json(rng: random.Random, depth: int = 3) -> Any:
     kind = rng.randrange(8 if depth else 6)
     if kind < 6:
         return [None, True, rng.randint(-9, 9**9), rng.random(), _words(rng), ""][kind]
     if kind == 6:
-        return [_json(rng, depth - 1) for _ in range(rng.randrange(3))]
-    return {_words(rng): _json(rng, depth - 1) for _ in range(rng.randrange(3))}
+        return [random_json(rng, depth - 1) for _ in range(rng.randrange(3))]
+    return {_words(rng): random_json(rng, depth - 1) for _ in range(rng.randrange(3))}
 
 
 _WORDS = (
@@ -69,26 +93,38 @@ def _call(rng: random.Random, markup: ToolMarkup) -> str:
     """A valid call; its values may look like markup."""
     name = rng.choice(["weather", "now"])
     if markup.body == "xml":
-        values = {key: _words(rng) if key != "options" else json.dumps(_json(rng)) for key in
+        values = {key: _words(rng) if key != "options" else json.dumps(random_json(rng)) for key in
                   rng.sample(["city", "days", "options", "note", "é"], rng.randrange(4))}  # fmt: skip
         return xml(name, **{key: value.replace("</parameter", "") for key, value in values.items()})
+    space = rng.choice(["", "\n", " \n"])
+    if markup.body in ("python", "lines"):
+        calls = [_python_call(rng) for _ in range(rng.randint(1, 3))]
+        between, around = (", ", "[]") if markup.body == "python" else ("\n", ("", ""))
+        return f"{markup.begin}{space}{around[0]}{between.join(calls)}{around[1]}{space}{markup.end}"
     calls = []
     for _ in range(rng.randint(1, 3) if markup.body == "list" else 1):
-        arguments = {_words(rng) or "a": _json(rng) for _ in range(rng.randrange(3))}
+        arguments = {_words(rng) or "a": random_json(rng) for _ in range(rng.randrange(3))}
         call = {"name": name, rng.choice(["arguments", "parameters"]): arguments}
         if rng.random() < 0.2:
             call = dict(reversed(call.items()))
         separators = rng.choice([(", ", ": "), (",", ":")])
         calls.append(json.dumps(call, ensure_ascii=rng.random() < 0.3, separators=separators))
-    space = rng.choice(["", "\n", " \n"])
     body = f"[{','.join(calls)}]" if markup.body == "list" else calls[0]
     return f"{markup.begin}{space}{body}{space}{markup.end}"
+
+
+def _python_call(rng: random.Random) -> str:
+    keys = rng.sample(["city", "days", "options", "note", "é"], rng.randrange(4))
+    notation = rng.choice([repr, json.dumps, literal_text])
+    arguments = [f"{key}={notation(random_json(rng))}" for key in keys]
+    return f"{rng.choice(['weather', 'now'])}({', '.join(arguments)})"
 
 
 _PIECES = (
     "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>", "<function=", "weather", "now", ">", "</function>",
     "<parameter=", "city", "days", "</parameter>", "\n", " ", "text", "<think>", "</think>", '{"name": "weather"',
-    ', "arguments": {"city": "', '"}', "}}", "[{",
+    ', "arguments": {"city": "', '"}', "}}", "[{", "<|tool_call_start|>", "<|tool_call_end|>", "<function_calls>",
+    "</function_calls>", "weather(", "city=", "'", "days=3", "[", ")]", "(1, 2)", "\\x4", "True",
 )  # fmt: skip
 
 

@@ -13,7 +13,18 @@ import pytest
 from scripted import END, answered, ids, split
 from tool_texts import TOOLS, random_text, xml
 
-from families.tool_calls import CALL_LIST, HERMES, XML, CallScanner, TextPiece, ToolMarkup
+from families import falcon_h1, lfm2, lfm2_vl, olmo_hybrid
+from families.tool_calls import (
+    CALL_LIST,
+    HERMES,
+    HERMES_LIST,
+    PYTHON_LINES,
+    PYTHON_LIST,
+    XML,
+    CallScanner,
+    TextPiece,
+    ToolMarkup,
+)
 from service.answers.convert import ResponseBuilder, event_to_proto
 from service.answers.reasoning import ReasoningSplit
 from service.answers.relay import SampleState, Shown, merged
@@ -52,6 +63,8 @@ WRITTEN = {
     XML: f"{xml('weather', city='Köln', days='2')}\n{xml('now')}",
     HERMES: f'<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>',
     CALL_LIST: f'<TOOLCALL>[{WEATHER}, {{"name": "now", "arguments": {{}}}}]</TOOLCALL>',
+    PYTHON_LIST: "<|tool_call_start|>[weather(city='Köln', days=2), now()]<|tool_call_end|>",
+    PYTHON_LINES: '<function_calls>weather(city="Köln", days=2)\nnow()</function_calls>',
 }
 
 
@@ -229,7 +242,7 @@ def test_any_output_is_the_same_streamed_in_chunks_and_resumed_at_any_token() ->
         events, _ = answered(models[markup], tokens, **use)
         whole, calls = split(events), calls_of(events)
         scanner = CallScanner(markup, TOOLS)
-        pieces = scanner.feed(text) + scanner.finish()
+        pieces = scanner.feed(text) + scanner.finish(cut=reason(events) == "length")
         if "think>" not in output and not use["input"].template_arguments["enable_thinking"]:
             assert (
                 whole == ("", "".join(p.text for p in pieces if isinstance(p, TextPiece)))
@@ -413,6 +426,30 @@ def test_what_the_model_or_its_template_cannot_do_is_refused(assets: ModelAssets
         answered(deaf, "x", input=history)
 
 
+@pytest.mark.parametrize(
+    ("markup", "written"),
+    [
+        (HERMES, 'So\n<tool_call>\n{"name": "weather", "arguments": {"on": true, "city": "a"}}\n</tool_call>\n'
+                 '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
+        (CALL_LIST, 'So\n<TOOLCALL>[{"name": "weather", "arguments": {"on": true, "city": "a"}}, '
+                    '{"name": "now", "arguments": {}}]</TOOLCALL>'),
+        (PYTHON_LIST, 'So\n<|tool_call_start|>[weather(on=True, city="a"), now()]<|tool_call_end|>'),
+        (PYTHON_LINES, 'So\n<function_calls>weather(on=True, city="a")\nnow()</function_calls>'),
+    ],
+    ids=lambda value: value.body if isinstance(value, ToolMarkup) else "",
+)  # fmt: skip
+def test_calls_are_part_of_the_text_if_the_template_prints_none(markup: ToolMarkup, written: str) -> None:
+    deaf = made_assets(markup)
+    source = f"{markup.sign}{{% for m in messages %}}[{{{{ m.role }}}}]{{{{ m.content }}}}{{% endfor %}}"
+    deaf.template = ChatTemplate(source, image_token=deaf.image_token, special_tokens={})
+    calls = ToolCall("a", "weather", {"on": True, "city": "a"}), ToolCall("b", "now", {})
+    result = Message("tool", ("warm",), answered=calls[0])
+    history = Message("user", ("a",)), Message("assistant", ("So\n",), tool_calls=calls), result
+    _, (request,) = answered(deaf, "x", input=ChatInput(history, {}, ("tool_calls",)))
+    text = f"{markup.sign}[user]a[assistant]{written}[tool]warm"
+    assert deaf.tokenizer is not None and deaf.tokenizer.decode(request.prompt_ids) == text
+
+
 @pytest.mark.parametrize("field", ["m.tool_calls", "m['tool_calls']", "m.get('tool_calls')"])
 def test_templates_read_calls_as_attributes_and_as_items(field: str) -> None:
     hearing = made_assets()
@@ -429,3 +466,14 @@ def test_the_template_decides_between_markups_of_a_family() -> None:
     assert family.tool_markup("x <tool_call>\n{json}") == HERMES
     assert family.tool_markup("x <TOOLCALL>") == CALL_LIST
     assert family.tool_markup("x") is None
+    falcon = falcon_h1.FAMILY.tool_markup
+    assert falcon('<tool_call>\n[\n{"name": "function_name", "arguments": {}}') == HERMES_LIST
+    assert falcon("<tool_call>\n{'arguments': <args-dict>") == HERMES
+    assert olmo_hybrid.FAMILY.tool_markup("{{ '<function_calls>' }}") == PYTHON_LINES
+    for made in (lfm2.FAMILY, lfm2.MOE_FAMILY, lfm2_vl.FAMILY):
+        for listed in (
+            '"List of tools: ["',
+            '"List of tools: <|tool_list_start|>["',
+            '"\n\nList of tools: " + (tools | tojson)',
+        ):
+            assert made.tool_markup(listed) == PYTHON_LIST

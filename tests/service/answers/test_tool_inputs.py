@@ -213,9 +213,12 @@ ARGUMENTS = [
 def test_what_a_model_writes_is_accepted_in_the_history(
     markup: ToolMarkup, arguments: str, expected: dict[str, Any] | None
 ) -> None:
+    keys, inner = json.loads(arguments), arguments[arguments.find("{", 1) : -1]
     if markup.body == "xml":
-        keys, inner = json.loads(arguments), arguments[arguments.find("{", 1) : -1]
         text = xml("weather", **{key: value if isinstance(value, str) else inner for key, value in keys.items()})
+    elif markup.body in ("python", "lines"):
+        told = [f"{key}={json.dumps(value) if isinstance(value, str) else inner}" for key, value in keys.items()]
+        text = f"{markup.begin}weather({', '.join(told)}){markup.end}"
     else:
         item = f'{{"name": "weather", "arguments": {arguments}}}'
         text = markup.begin + (f"[{item}]" if markup.body == "list" else item) + markup.end

@@ -11,14 +11,14 @@ import jsonschema
 import pytest
 from grammar_walks import END, TOKENIZER, VOCABULARY, allowed, walk
 
-from families.tool_calls import CALL_LIST, HERMES, XML, CallScanner, TextPiece, ToolMarkup
+from families.tool_calls import CALL_LIST, HERMES, PYTHON_LINES, PYTHON_LIST, XML, CallScanner, TextPiece, ToolMarkup
 from service.answers.tool_calls import calls_format
 from service.common.types import ConstraintSpec, TextFormat, Tool, ToolUse
 from service.engine.constraining import Constraining
 from service.engine.types import UnusableConstraint
 from service.model.tokenizer import Tokenizer
 
-MARKUPS = [XML, HERMES, CALL_LIST]
+MARKUPS = [XML, HERMES, CALL_LIST, PYTHON_LIST, PYTHON_LINES]
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -87,7 +87,7 @@ def test_required_calls_parse_and_validate(
         tools = {tool.name: tool for tool in TOOLS}
         first = begun(constraining, markup, ToolUse(TOOLS, "required", names, parallel))
         for _ in range(12):
-            drawn = walk(first.copy(), rng, most=900, end=0.6, prefer=tokenizer.encode('}"]\n</parameter></function>'))
+            drawn = walk(first.copy(), rng, most=900, end=0.6, prefer=tokenizer.encode('}"])\n</parameter></function>'))
             if drawn[-1] != END:
                 continue
             rest, calls = parsed(markup, TOOLS, tokenizer.decode(drawn))
@@ -107,14 +107,16 @@ def test_strict_tools_are_held_to_their_schemas_when_they_are_called(
 ) -> None:
     tools = (Tool("strict", "", {"properties": {"n": {"const": 7}}, "required": ["n"]}, strict=True), Tool("loose"))
     first = begun(constraining, markup, ToolUse(tools))
-    space, body = ("", "[") if markup.body == "list" else ("\n", "")
+    before = {"list": "[", "python": "[", "lines": ""}.get(markup.body, "\n")
 
     def written(name: str, key: str, value: str) -> str:
         if markup.body == "xml":
             inner = f"<function={name}>\n<parameter={key}>\n{value}\n</parameter>\n</function>"
+        elif markup.body in ("python", "lines"):
+            inner = f"{name}({key}={value})"
         else:
             inner = json.dumps({"name": name, "arguments": {key: json.loads(value)}})
-        return f"so {markup.begin}{space}{body}{inner}"
+        return f"so {markup.begin}{before}{inner}"
 
     for name, key, value, fine in (
         ("strict", "n", "7", True), ("strict", "n", "8", False), ("strict", "m", "7", False),
@@ -149,7 +151,10 @@ def test_an_answer_has_calls_or_its_format(
     markup: ToolMarkup, answer: TextFormat, text: str, constraining: Constraining, tokenizer: Tokenizer
 ) -> None:
     inner = '{"name": "now", "arguments": {}}'
-    body = {"xml": "\n<function=now>\n</function>\n", "object": f"\n{inner}\n", "list": f"[{inner}]"}[markup.body]
+    body = {
+        "xml": "\n<function=now>\n</function>\n", "object": f"\n{inner}\n", "list": f"[{inner}]", "python": "[now()]",
+        "lines": "now()",
+    }[markup.body]  # fmt: skip
     call = f"{markup.begin}{body}{markup.end}"
     for choice in ("auto", "required"):
         spec = ConstraintSpec(calls_format(markup, ToolUse((Tool("now"),), choice), answer))
@@ -158,6 +163,30 @@ def test_an_answer_has_calls_or_its_format(
         for output, fine in ((text, free), (call, True), (f"z{call}", False), (f"{call}{text}", False), ("z", False)):
             tokens = [*tokenizer.encode(output), END]
             assert (first.valid_prefix(tokens) == len(tokens)) == fine, (choice, output)
+
+
+@pytest.mark.parametrize("markup", [PYTHON_LIST, PYTHON_LINES], ids=lambda markup: markup.body)
+def test_keyword_arguments_are_in_order_with_commas_between(
+    markup: ToolMarkup, constraining: Constraining, tokenizer: Tokenizer
+) -> None:
+    flag, number = {"type": "boolean", "description": "yes or no"}, {"type": "integer"}
+    some = {"properties": {"a": number, "from": flag, "b-c": {"type": ["string", "integer"]}, "d": number}}
+    tools = Tool("some", "", {**some, "required": ["from"]}), Tool("free", "", some)
+    first = begun(constraining, markup, ToolUse(tools, "required"))
+    lines = markup.body == "lines"
+    yes, between = ("true", "\n") if lines else ("True", ", ")
+    for call, fine in (
+        (f"some(from={yes})", True), (f"some(a=1, from={yes})", True), (f"some(from={yes}, b-c=\"x\", d=2)", True),
+        (f"some(a=1, from={yes}, b-c=5, d=2)", True), ("free()", True), ("free(d=2)", True), ("free(a=1, d=2)", True),
+        (f"free(){between}some(from={yes})", True), ("some()", False), ("some(a=1)", False), ("free(, d=2)", False),
+        (f"some(from={yes}, a=1)", False), (f"some(from={yes},)", False), ("free(a=1 d=2)", False),
+        ("free(a=1, a=1)", False), ("free(e=1)", False), (f"some(from={'True' if lines else 'true'})", False),
+    ):  # fmt: skip
+        text = f"{markup.begin}{call if lines else f'[{call}]'}{markup.end}"
+        tokens = [*tokenizer.encode(text), END]
+        assert (first.valid_prefix(tokens) == len(tokens)) == fine, call
+        if fine:
+            assert parsed(markup, tools, text)[0] == ""
 
 
 def test_a_fault_in_a_format_is_found_although_only_calls_are_allowed(constraining: Constraining) -> None:
@@ -223,6 +252,12 @@ def test_keywords_of_the_whole_object_are_refused_by_name(constraining: Constrai
         assert "'f': required must be a list of strings" in refused(constraining, XML, {"required": required})
     assert "x-guidance" in refused(constraining, HERMES, {"x-guidance": {}})
     assert "cannot be named 'a>'" in refused(constraining, XML, {"properties": {"a>": {}}})
+    assert "'minProperties' is not implemented" in refused(constraining, PYTHON_LIST, {"minProperties": 1})
+    for key in ("a b", "a=", "", "x" * 257):
+        named = refused(constraining, PYTHON_LINES, {"properties": {key: {}}})
+        assert f"cannot be named {key[:50]!r}" in named
+    for inner in (False, {"x-guidance": {}}):
+        assert "'f', parameter 'a': this schema" in refused(constraining, PYTHON_LIST, {"properties": {"a": inner}})
 
 
 def test_a_fault_in_a_schema_is_found_by_tool_and_place(constraining: Constraining) -> None:
