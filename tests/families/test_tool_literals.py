@@ -66,7 +66,7 @@ def test_literals_have_their_json(literal: str, expected: str | None) -> None:
 
 def test_json_in_pythons_and_in_jsons_notation_is_read_as_it_is() -> None:
     rng = random.Random(3)
-    for _ in range(400):
+    for _ in range(200):
         arguments = {key: random_json(rng) for key in rng.sample(["city", "days", "é", "from"], rng.randrange(4))}
         for notation in (repr, json.dumps, literal_text):
             told = ", ".join(f"{key}={notation(value)}" for key, value in arguments.items())
@@ -85,7 +85,7 @@ PARTS = (
 
 def test_strings_have_the_value_that_python_reads() -> None:
     rng, same = random.Random(4), 0
-    for _ in range(1500):
+    for _ in range(1000):
         mark = rng.choice(["'", '"', "'''", '"""'])
         literal = mark + "".join(rng.choices(PARTS, k=rng.randrange(6))) + mark
         try:
@@ -99,7 +99,7 @@ def test_strings_have_the_value_that_python_reads() -> None:
             found = read(literal)
             assert found is not None and json.loads(found) == value, literal
             same += 1
-    assert same > 400
+    assert same > 250
 
 
 def test_many_values_that_arrive_at_once_take_linear_time() -> None:

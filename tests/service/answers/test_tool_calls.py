@@ -452,12 +452,14 @@ def test_calls_are_part_of_the_text_if_the_template_prints_none(markup: ToolMark
 
 @pytest.mark.parametrize("field", ["m.tool_calls", "m['tool_calls']", "m.get('tool_calls')"])
 def test_templates_read_calls_as_attributes_and_as_items(field: str) -> None:
-    hearing = made_assets()
-    source = "{% for m in messages %}{{ m.role }}{{ " + field + "[0].function.name }}{% endfor %}"
+    hearing = made_assets(PYTHON_LIST)
+    source = PYTHON_LIST.sign + "{% for m in messages %}{{ m.role }}{{ m.content }}{{ " + field
+    source += "[0].function.name }}{% endfor %}"
     hearing.template = ChatTemplate(source, image_token=None, special_tokens={})
     history = ChatInput((Message("assistant", (), tool_calls=(ToolCall("", "f", {}),)),), {}, ("tool_calls",))
     _, (request,) = answered(hearing, "x", input=history)
-    assert hearing.tokenizer is not None and hearing.tokenizer.decode(request.prompt_ids) == "assistantf"
+    assert hearing.tokenizer is not None
+    assert hearing.tokenizer.decode(request.prompt_ids) == f"{PYTHON_LIST.sign}assistantf"
 
 
 def test_the_template_decides_between_markups_of_a_family() -> None:
