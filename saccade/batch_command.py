@@ -233,7 +233,7 @@ def _client(options: argparse.Namespace) -> Methods:
     if options.model is not None:
         from saccade.local import LocalClient
 
-        return LocalClient(options.model)
+        return LocalClient(options.model, adapter=options.adapter)
     return _server(options)
 
 

@@ -146,6 +146,7 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_connection(batch)
     add_affinity(batch)
     batch.add_argument("--model", metavar="MODEL", help="load this model here instead of asking a server")
+    batch.add_argument("--adapter", metavar="ADAPTER", help="with --model: a LoRA adapter, a folder or hub id")
     batch.add_argument("--concurrency", type=int, metavar="N", help="requests in flight (default: 32)")
     batch.add_argument("--ordered", action="store_true", help="write the answers in the order of the requests")
     batch.add_argument("--max-errors", type=int, metavar="N", help="stop after more than N error rows")

@@ -72,6 +72,8 @@ def check_options(options: argparse.Namespace) -> None:
         if getattr(options, name) not in (None, False):
             why = "is not for jobs with --ray" if options.ray is not None else "needs --ray"
             raise InvalidArgument(f"--{name.replace('_', '-')} {why}")
+    if options.adapter is not None and options.model is None:
+        raise InvalidArgument("--adapter is for --model; a server has its own")
     if options.ray is not None and options.prompt is None:
         raise InvalidArgument("--prompt is missing; it is the question about each row")
 
@@ -140,6 +142,7 @@ def _job(options: argparse.Namespace) -> Any:
         server=None if options.model else options.server,
         model=options.model,
         client={} if options.model else client,
+        engine={} if options.adapter is None else {"adapter": options.adapter},
         actors=_actors(options.actors or "1"),
         progress=not options.quiet,
         **chosen,

@@ -25,10 +25,11 @@ from service.common.roles import warn_of_unused
 from service.engine.build import check_decoders, dtype_loss
 from service.engine.checks import check_images, check_instruction_set, check_model, check_role
 from service.engine.runner_options import decoder_options, encoder_options, resolve_device, resolve_dtype
-from service.model.checkpoint import Checkpoint, open_checkpoint
+from service.model.adapter import Adapter
+from service.model.checkpoint import Checkpoint
 from service.model.hub import fetched
 from service.model.quantise import quantised_name
-from service.model.resolve import resolve_vision
+from service.model.resolve import checkpoint_of, resolve_vision
 
 CLIP_FRAMES = 32
 AUTO_CHECKPOINTS = (
@@ -72,7 +73,7 @@ def plan(options: ServerOptions) -> list[Table]:
     warn_of_unused(options)
     options = fetched(options, weights=False)
     check_instruction_set(options)
-    checkpoint = open_checkpoint(options.model, options.revision, outline=True)
+    checkpoint = checkpoint_of(options, outline=True)
     if options.role == "encoder":
         check_role(options, checkpoint)
         check_images(options, checkpoint)
@@ -122,6 +123,8 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         quantised = f"; the files would be smaller: {checkpoint.declared.method}"
     what = f"{checkpoint.parameters(options.role) / 1e6:.1f} M parameters of {item} bytes{quantised}"
     rows.append(("weights", size(total), what))
+    if (adapter := checkpoint.adapter) is not None:
+        rows.append(("  adapter", size(adapter.nbytes), _merged(adapter, checkpoint)))
     if loss := dtype_loss(options, checkpoint):
         rows.append(("  dtype", "", loss))
     if saved := compact_savings(options, checkpoint):
@@ -141,6 +144,13 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     outline = "as config.json describes it, without weights"
     source = f"revision {checkpoint.revision}" if checkpoint.files.files else outline
     return Table(f"{checkpoint.config.name}, {source}, on {device}{instructions(options)}{of}", rows)
+
+
+def _merged(adapter: Adapter, checkpoint: Checkpoint) -> str:
+    """What becomes of an adapter."""
+    if not adapter.files.files:
+        return f"{adapter.name}, of which only the configuration is here and was checked"
+    return f"{adapter.name}, merged into {len(checkpoint.merges or ())} weights while they are loaded"
 
 
 def _decoder_memory(options: EngineOptions, checkpoint: Checkpoint, rows: list[tuple[str, ...]]) -> int:

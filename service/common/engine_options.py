@@ -21,6 +21,14 @@ class EngineOptions:
     revision: str | None = _option(
         None, "branch, tag or commit of a model given by its hub id; unset: the latest commit of main"
     )
+    adapter: str | None = _option(
+        None,
+        "folder or hub id of a LoRA adapter in PEFT's format, which is merged into the model's weights while they are "
+        "loaded",
+    )
+    adapter_revision: str | None = _option(
+        None, "branch, tag or commit of an adapter given by its hub id; unset: the latest commit of main"
+    )
     dtype: str | None = _option(
         None,
         "dtype of computation; unset: the checkpoint's, or bfloat16 if that is float16",
@@ -229,6 +237,8 @@ class EngineOptions:
     )
 
     def __post_init__(self) -> None:
+        if self.adapter is None and self.adapter_revision is not None:
+            raise ConfigError(f"adapter_revision: {self.adapter_revision} would not be used without adapter; name both")
         if self.role == "decoder" and not self.encoders:
             raise ConfigError("encoders: --role decoder needs the encoders' addresses, such as 10.0.0.5:50051")
         if self.role != "decoder" and self.encoders:

@@ -16,12 +16,12 @@ def _names(options: type) -> frozenset[str]:
 
 
 ENCODER_USES = frozenset({
-    "model", "revision", "dtype", "native", "instruction_set", "device", "threads", "max_len", "handoff_bytes",
-    "video_pruning_rate", "max_video_frames", "graphs", "token_budgets", "max_images", "encoder_step_tokens", "role",
-    "host", "port", "insecure", "tls_cert", "tls_key", "tls_client_ca", "api_keys", "max_connection_streams",
-    "max_connection_age", "max_connection_age_grace", "max_tenant_calls", "max_message_bytes", "max_inflight_bytes",
-    "max_decoders", "receive_timeout", "stall_timeout", "grace", "metrics_port", "metrics_host", "sizes_file",
-    "log_json", "log_level",
+    "model", "revision", "adapter", "adapter_revision", "dtype", "native", "instruction_set", "device", "threads",
+    "max_len", "handoff_bytes", "video_pruning_rate", "max_video_frames", "graphs", "token_budgets", "max_images",
+    "encoder_step_tokens", "role", "host", "port", "insecure", "tls_cert", "tls_key", "tls_client_ca", "api_keys",
+    "max_connection_streams", "max_connection_age", "max_connection_age_grace", "max_tenant_calls", "max_message_bytes",
+    "max_inflight_bytes", "max_decoders", "receive_timeout", "stall_timeout", "grace", "metrics_port", "metrics_host",
+    "sizes_file", "log_json", "log_level",
 })  # fmt: skip
 """Options that have an effect with `--role encoder`."""
 ENCODER_IGNORES = _names(MediaOptions) | _names(BatchOptions) | _names(HttpOptions) | frozenset({

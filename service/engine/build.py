@@ -27,9 +27,9 @@ from service.engine.constraining import Constraining
 from service.engine.engine import Engine
 from service.engine.runner_options import decoder_options, encoder_options, resolve_device, resolve_dtype
 from service.engine.types import EngineInfo
-from service.model.checkpoint import Checkpoint, Progress, open_checkpoint
+from service.model.checkpoint import Checkpoint, Progress
 from service.model.modelconfig import COMPUTE_DTYPES
-from service.model.resolve import resolve_max_len, resolve_vision
+from service.model.resolve import checkpoint_of, resolve_max_len, resolve_vision
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def build_engine(options: EngineOptions) -> Engine:
     """Reads the checkpoint and builds encoder, handoff and decoder. Starts nothing. Raises ConfigError or
     CheckpointError with a value that would work."""
     use_processor(options)
-    checkpoint = open_checkpoint(options.model, options.revision)
+    checkpoint = checkpoint_of(options)
     check_model(options, checkpoint)
     dtype = resolve_dtype(options, checkpoint)
     _report_loss(options, checkpoint)
@@ -177,7 +177,7 @@ def encoder_process(options: EngineOptions, vision: VisionSpec, handoff: Handoff
 def encoder_of_process(options: EngineOptions, source: WorkSource) -> LocalEncoder:
     """Builds the encoder inside the encoder process. It has no thread of its own on any device: its caller runs it."""
     use_processor(options)
-    checkpoint = open_checkpoint(options.model, options.revision)
+    checkpoint = checkpoint_of(options)
     vision = resolve_vision(options, checkpoint)
     assert vision is not None, "a process for the encoder of a model without one"
     runner = _encoder_runner(options, checkpoint, vision)
@@ -190,7 +190,7 @@ def build_encoder(
     """The encoder's half of a model, for `--role encoder`. `checkpoint`: the options' model, if it is already open.
     Raises ConfigError or CheckpointError."""
     use_processor(options)
-    checkpoint = checkpoint or open_checkpoint(options.model, options.revision)
+    checkpoint = checkpoint or checkpoint_of(options)
     check_role(options, checkpoint)
     check_images(options, checkpoint)
     dtype = resolve_dtype(options, checkpoint)

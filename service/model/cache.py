@@ -1,4 +1,4 @@
-"""Finds the directory of a model by name: `demo`, a local folder, or a hub id in the Hugging Face cache."""
+"""Finds the directory of a model or adapter by name: `demo`, a local folder, or a hub id in the Hugging Face cache."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ import contextlib
 import os
 import re
 from pathlib import Path
+from typing import Literal
 
 from families import CheckpointError
 from families.files import read_json
 
 DEMO = Path(__file__).resolve().parent.parent.parent / "demo" / "model"
+
+Kind = Literal["model", "adapter"]
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIGS: dict[Kind, str] = {"model": "config.json", "adapter": ADAPTER_CONFIG}
+"""The file by which a folder of each kind is known."""
+REVISIONS: dict[Kind, str] = {"model": "revision", "adapter": "adapter_revision"}
+"""The options that name revisions."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _REVISION = re.compile(r"[\w][\w.+-]*(/[\w][\w.+-]*)*")
@@ -35,36 +43,38 @@ def repository_of(model: str) -> Path:
     return hub_cache() / f"models--{model.replace('/', '--')}"
 
 
-def local_folder(model: str) -> Path | None:
+def local_folder(model: str, kind: Kind = "model") -> Path | None:
     """The folder for `demo` or a path; None for a hub id. A folder takes precedence over a hub id of the same name.
     Raises CheckpointError for names that are neither, and for ambiguous ones."""
     path = Path(model)
     with contextlib.suppress(RuntimeError):  # `~name` of no user here
         path = path.expanduser()
-    if model == "demo":
+    if model == "demo" and kind == "model":
         if (path / "config.json").is_file():
             raise CheckpointError("'demo' is the embedded model and a model's folder here: use './demo' for the folder")
         return DEMO
     if path.is_dir():
         return path
     if path.exists():
-        raise CheckpointError(f"{model!r} is a file; a model is a folder with config.json and its weights")
+        what = "a model" if kind == "model" else "an adapter"
+        raise CheckpointError(f"{model!r} is a file; {what} is a folder with {CONFIGS[kind]} and its weights")
     if _HUB_ID.fullmatch(model) and len(model) <= 96 and ".." not in model and "--" not in model:
         return None
     address = re.fullmatch(r"(?:hf://|https?://[^/]+/)(?:models/)?([^/@?#]+/[^/@?#]+).*", model)
     hint = f"; the hub id in this address is {address[1]!r}" if address else ""
+    other = "'demo', nor " if kind == "model" else ""
     raise CheckpointError(
-        f"no model {model!r}: it is neither 'demo', nor a folder, nor a hub id such as 'OWNER/NAME'{hint}"
+        f"no {kind} {model!r}: it is neither {other}a folder, nor a hub id such as 'OWNER/NAME'{hint}"
     )
 
 
-def check_revision(revision: str) -> None:
+def check_revision(revision: str, kind: Kind = "model") -> None:
     """Raises CheckpointError unless this can be a branch, tag or commit: it becomes part of a path."""
     if not _REVISION.fullmatch(revision) or ".." in revision:
-        raise CheckpointError(f"revision: {revision!r} is not a branch, tag or commit")
+        raise CheckpointError(f"{REVISIONS[kind]}: {revision!r} is not a branch, tag or commit")
 
 
-def cached_snapshot(model: str, revision: str | None) -> Path | None:
+def cached_snapshot(model: str, revision: str | None, kind: Kind = "model") -> Path | None:
     """The cached snapshot of a hub id at the branch, tag or commit `revision`; if that is None, at `main` or else any.
     It may be incomplete."""
     repository = repository_of(model)
@@ -75,16 +85,18 @@ def cached_snapshot(model: str, revision: str | None) -> Path | None:
     if reference.is_file() and (found := snapshots / reference.read_text().strip()).is_dir():
         return found
     if revision is None and snapshots.is_dir() and (every := sorted(p for p in snapshots.iterdir() if p.is_dir())):
-        return max(every, key=lambda p: not missing_files(p))
+        return max(every, key=lambda p: not missing_files(p, kind=kind))
     return None
 
 
-def missing_files(snapshot: Path, *, weights: bool = True) -> list[str]:
-    """Files that a snapshot lacks: `config.json`, weights that its index names, or any weights at all."""
-    if not (snapshot / "config.json").is_file():
-        return ["config.json"]
+def missing_files(snapshot: Path, *, weights: bool = True, kind: Kind = "model") -> list[str]:
+    """Files that a snapshot lacks: its configuration, weights that its index names, or any weights at all."""
+    if not (snapshot / CONFIGS[kind]).is_file():
+        return [CONFIGS[kind]]
     if not weights:
         return []
+    if kind == "adapter":
+        return [] if (snapshot / ADAPTER_WEIGHTS).is_file() else [ADAPTER_WEIGHTS]
     if (snapshot / "model.safetensors").is_file():  # goes before an index
         return []
     if (index := snapshot / "model.safetensors.index.json").is_file():
@@ -103,17 +115,17 @@ def indexed_files(index: Path) -> list[str]:
     return files
 
 
-def resolve_model(model: str, revision: str | None = None) -> Path:
+def resolve_model(model: str, revision: str | None = None, kind: Kind = "model") -> Path:
     """The folder of `demo`, of a path, or of a hub id that is completely cached. Never downloads: `service.model.hub`
     does that before. Raises CheckpointError."""
-    if (folder := local_folder(model)) is not None:
+    if (folder := local_folder(model, kind)) is not None:
         if revision is not None:
-            raise CheckpointError(f"revision: {revision!r} would not be used: {model!r} is a folder here")
+            raise CheckpointError(f"{REVISIONS[kind]}: {revision!r} would not be used: {model!r} is a folder here")
         return folder
     if revision is not None:
-        check_revision(revision)
-    snapshot = cached_snapshot(model, revision)
+        check_revision(revision, kind)
+    snapshot = cached_snapshot(model, revision, kind)
     if snapshot is None:
         at = f" at revision {revision!r}" if revision else ""
-        raise CheckpointError(f"no model {model!r}: there is no such folder, and {hub_cache()} does not have it{at}")
+        raise CheckpointError(f"no {kind} {model!r}: there is no such folder, and {hub_cache()} does not have it{at}")
     return snapshot

@@ -13,17 +13,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from families import CheckpointError, Target
 from families.files import optional_json
+from service.model.adapter import Adapter
 from service.model.cache import resolve_model
 from service.model.formats.declared import disagreements, read_declared
 from service.model.formats.tensors import FormatError, StoredWeight, find_weights, listed, modules_of
+from service.model.merging import Merges, assembled, match_adapter
 from service.model.modelconfig import ModelConfig, load_config
 from service.model.read_ahead import ReadAhead
 from service.model.weight_files import WeightFiles
-from service.model.weight_sources import Source, expected_weights, find_sources, misfits, shape_of
+from service.model.weight_sources import EMBEDDINGS as EMBEDDINGS
+from service.model.weight_sources import HEAD as HEAD
+from service.model.weight_sources import Source, expected_weights, find_sources, misfits, shape_of, untied
 
 if TYPE_CHECKING:
     import torch
@@ -34,20 +38,19 @@ log = logging.getLogger(__name__)
 
 __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
 
-EMBEDDINGS, HEAD = "model.embeddings.weight", "lm_head.weight"
-"""Native names of the two matrices that a checkpoint may tie."""
-
 Progress = Callable[[int, int], None]
 """Called with (bytes read, total bytes) while weights are read."""
 
 
 class Checkpoint:
-    """One model directory: its configuration, and its weights by native name."""
+    """One model directory: its configuration, and its weights by native name, with an adapter merged into them."""
 
-    def __init__(self, path: Path, *, name: str | None = None, outline: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, name: str | None = None, adapter: Adapter | None = None, outline: bool = False
+    ) -> None:
         """`outline`: the directory may have no weights; their shapes then follow from config.json."""
         self.config: ModelConfig = load_config(path, name=name)
-        self.path = path
+        self.path, self.adapter = path, adapter
         self.targets = self.config.weight_targets()
         """A weight's name in the files -> the native tensors to which it contributes; none for parts that are not
         used."""
@@ -55,9 +58,11 @@ class Checkpoint:
         if not self.config.dtype:
             self.config = replace(self.config, dtype=self.files.dtype)
         digest = hashlib.sha256((path / "config.json").read_bytes() + self.files.digest.encode())
+        if adapter is not None:
+            digest.update(adapter.digest.encode())
         self.revision = digest.hexdigest()[:16]
-        """Digest over config.json, the tensor tables and samples of the weights: part of cache keys, identifies the
-        version."""
+        """Digest over config.json, the tensor tables and samples of the weights, and those of the adapter: part of
+        cache keys, identifies the version."""
         self.declared = read_declared(
             self.config.published, optional_json(path / "hf_quant_config.json"), modules_of(self.files.table)
         )
@@ -67,6 +72,8 @@ class Checkpoint:
         if not self.files.files:
             self.weights = _described(self.config)
             self.targets = lambda name: [Target(name)]
+        self.merges: Merges | None = None
+        """The adapter's changes of the weights."""
         self._sources = self._find_sources()
         """By native name."""
 
@@ -100,6 +107,8 @@ class Checkpoint:
             )
         if self.config.decoder.tie_word_embeddings and HEAD in found:
             self._tie(found)
+        if self.adapter is not None:
+            self.merges, self.config = match_adapter(self.adapter, self.config, found, self.weights)
         expected, optional = expected_weights(self.config)
         problems += misfits(found, self.weights, self.files.table, expected, optional)
         if problems:
@@ -122,8 +131,7 @@ class Checkpoint:
         log.warning(
             "%s: lm_head.weight differs from the embeddings, so both are used although config.json ties them", self.path
         )
-        untied = replace(self.config.decoder, tie_word_embeddings=False)
-        self.config = replace(self.config, model=replace(self.config.model, decoder=untied))
+        self.config = untied(self.config)
 
     @property
     def stored_as(self) -> dict[str, int]:
@@ -148,9 +156,11 @@ class Checkpoint:
 
     def vision_weights(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor | Quantised]]:
         """Like `decoder_weights`, for the encoder. Empty for text-only models."""
+        from kernels.linear import Stack, stack
+
         vision = self.config.vision
         for name, weight in self._stream(vision.expected_weights() if vision else {}, progress):
-            yield name, cast("torch.Tensor | Quantised", weight)  # no tower has stacks
+            yield name, stack(weight) if isinstance(weight, Stack) else weight
 
     @property
     def encoder_kinds(self) -> tuple[str, ...]:
@@ -216,8 +226,6 @@ class Checkpoint:
         return tuple(names.get(scheme, scheme) for scheme in sorted(sizes, key=lambda scheme: -sizes[scheme]))
 
     def _stream(self, expected: Mapping[str, tuple[int, ...]], progress: Progress | None) -> Iterator[tuple[str, Any]]:
-        from kernels.linear import Stack  # imported here because it needs torch
-
         wanted = [name for name in expected if name in self._sources]
         stored = [self.weights[n] for name in wanted for n in self._sources[name].names]
         total = sum(weight.nbytes for weight in stored) or 1
@@ -239,12 +247,9 @@ class Checkpoint:
         try:
             for name in wanted:
                 source = self._sources[name]
-                if source.target.how == "stack":
-                    yield name, Stack(partial(read, source.names), shape_of(source, self.weights))
-                elif source.target.how == "joined":
-                    yield name, _joined([read(source.names, i) for i in range(len(source.names))])
-                else:
-                    yield name, _made(read(source.names, 0), source.target)
+                merging = None if self.merges is None else self.merges.of(name)
+                shape = shape_of(source, self.weights)
+                yield name, assembled(source, shape, partial(read, source.names), merging)
             reached()
         finally:
             ahead.close()
@@ -265,36 +270,20 @@ def _described(config: ModelConfig) -> dict[str, StoredWeight]:
     return {name: StoredWeight(name, "plain", shape) for name, shape in expected_weights(config)[0].items()}
 
 
-def open_checkpoint(model: str, revision: str | None = None, *, outline: bool = False) -> Checkpoint:
-    """Opens `demo`, a directory or a hub id in the cache. Raises CheckpointError with all problems in one message."""
+def open_checkpoint(
+    model: str, revision: str | None = None, *, adapter: str | None = None, adapter_revision: str | None = None,
+    outline: bool = False,
+) -> Checkpoint:  # fmt: skip
+    """Opens `demo`, a directory or a hub id in the cache, and an adapter, a directory or a hub id too. Raises
+    CheckpointError with all problems in one message."""
     path = resolve_model(model, revision)
-    name = model if model == "demo" or not Path(model).expanduser().is_dir() else None
-    return Checkpoint(path, name=name, outline=outline)
+    opened = None
+    if adapter is not None:
+        folder = resolve_model(adapter, adapter_revision, kind="adapter")
+        opened = Adapter(folder, name=_hub_id(adapter), outline=outline)
+    return Checkpoint(path, name=model if model == "demo" else _hub_id(model), adapter=opened, outline=outline)
 
 
-def _joined(parts: Sequence[torch.Tensor | Quantised]) -> torch.Tensor | Quantised:
-    import torch  # imported here, and below, because frontend processes read tables, not tensors
-
-    from kernels.linear import concatenate
-
-    plain = [part for part in parts if isinstance(part, torch.Tensor)]
-    return torch.cat(plain) if len(plain) == len(parts) else concatenate(parts)
-
-
-def _made(tensor: torch.Tensor | Quantised, target: Target) -> torch.Tensor | Quantised:
-    """The target tensor made from a stored tensor; aliases it if possible."""
-    from kernels.linear import Quantised, concatenate, row_part
-
-    if target.how == "part":
-        parts: list[torch.Tensor | Quantised] = []
-        for first, end in target.taken:
-            of = first, target.parts, target.groups, end - first
-            if isinstance(tensor, Quantised):
-                parts.append(tensor.row_part(*of))
-            else:
-                parts.append(row_part(tensor, *of, dim=max(-2, -tensor.dim())))
-        tensor = parts[0] if len(parts) == 1 else concatenate(parts)
-    if target.offset or target.factor != 1.0:
-        assert not isinstance(tensor, Quantised), f"{target.name} is quantised, and its numbers are to be changed"
-        tensor = tensor.float() * target.factor + target.offset
-    return tensor
+def _hub_id(name: str) -> str | None:
+    """The name, unless it is that of a folder."""
+    return None if Path(name).expanduser().is_dir() else name

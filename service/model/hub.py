@@ -1,4 +1,5 @@
-"""Downloads models that are named by hub id into the Hugging Face cache, before the server's processes are started.
+"""Downloads models and adapters that are named by hub id into the Hugging Face cache, before the server's processes are
+started.
 
 Only JSON, chat templates and safetensors are downloaded, never code or pickles. Small files come first, so that an
 unsupported model is rejected before its weights are downloaded. `HF_ENDPOINT`, `HF_TOKEN` (or the token's file),
@@ -22,7 +23,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from families import CheckpointError
 from service.common.config import EngineOptions
+from service.model.adapter import AdapterConfig
 from service.model.cache import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CONFIGS,
+    Kind,
     cached_snapshot,
     check_revision,
     hub_cache,
@@ -53,37 +59,48 @@ that received some; the wait doubles with each that did not."""
 
 
 def fetched(options: OptionsT, *, weights: bool = True) -> OptionsT:
-    """The options with their model downloaded to this host's cache and pinned to one commit, so that every process
-    started from them reads the same files, even if the branch has moved. Unchanged for `demo` and folders. `weights`:
-    False for the small files only. Raises CheckpointError with one sentence that says what to do."""
-    if local_folder(options.model) is not None:
-        resolve_model(options.model, options.revision)  # raises for a revision, since a folder has none
-        return options
-    return replace(options, revision=fetch(options.model, options.revision, weights=weights).name)
+    """The options with their model and adapter downloaded to this host's cache and pinned to one commit, so that every
+    process started from them reads the same files, even if the branch has moved. Unchanged for `demo` and folders.
+    `weights`: False for the small files only. Raises CheckpointError with one sentence that says what to do."""
+    pinned = None
+    if options.adapter is not None:  # first: it is smaller
+        pinned = _fetched(options.adapter, options.adapter_revision, weights, "adapter")
+    revision = _fetched(options.model, options.revision, weights, "model")
+    return replace(options, revision=revision, adapter_revision=pinned)
 
 
-def fetch(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
+def _fetched(name: str, revision: str | None, weights: bool, kind: Kind) -> str | None:
+    """The commit that has been downloaded; None for a folder."""
+    if local_folder(name, kind) is not None:
+        resolve_model(name, revision, kind)  # raises for a revision, since a folder has none
+        return None
+    return fetch(name, revision, weights=weights, kind=kind).name
+
+
+def fetch(model: str, revision: str | None = None, *, weights: bool = True, kind: Kind = "model") -> Path:
     """The snapshot folder of a hub id, complete except for `weights` that are not requested; its name is the commit.
 
     Asks the hub for the commit of `revision` (None: `main`), and downloads what the cache lacks. If the hub does not
     answer, a complete copy in the cache is used, with a warning. Raises CheckpointError.
     """
     if revision is not None:
-        check_revision(revision)
-    cached = cached_snapshot(model, revision)
-    complete = cached is not None and not missing_files(cached, weights=weights)
+        check_revision(revision, kind)
+    cached = cached_snapshot(model, revision, kind)
+    complete = cached is not None and not missing_files(cached, weights=weights, kind=kind)
     if cached is not None and complete and cached.name == revision:
         return cached  # a commit never changes
     if variable := _offline():
         if cached is not None and complete:
             return cached
-        raise CheckpointError(_not_cached(model, cached, f"{variable} is set", "unset it, or"))
+        raise CheckpointError(_not_cached(model, kind, cached, f"{variable} is set", "unset it, or"))
     try:
-        return _Download(model, revision or "main").run(weights=weights)
+        return _Download(model, revision or "main", kind).run(weights=weights)
     except _Unavailable as error:
         if cached is None or not complete:
             if isinstance(error, _Unreachable):
-                raise CheckpointError(_not_cached(model, cached_snapshot(model, revision), str(error))) from None
+                raise CheckpointError(
+                    _not_cached(model, kind, cached_snapshot(model, revision, kind), str(error))
+                ) from None
             raise
         log.warning("%s: serving commit %s from the cache", error, cached.name)
         return cached
@@ -106,9 +123,9 @@ def _offline() -> str:
     return variable if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE") else ""
 
 
-def _not_cached(model: str, cached: Path | None, reason: str, first: str = "") -> str:
+def _not_cached(model: str, kind: Kind, cached: Path | None, reason: str, first: str = "") -> str:
     there = f"{hub_cache()} does not hold it"
-    if cached is not None and (lacking := missing_files(cached)):
+    if cached is not None and (lacking := missing_files(cached, kind=kind)):
         there = f"{hub_cache()} holds only a part of it ({len(lacking)} files are missing, such as {lacking[0]})"
     return (
         f"{model!r} is not a folder here, {there}, and {reason}: {first}{' ' if first else ''}run "
@@ -144,14 +161,14 @@ class _File:
 
 
 class _Download:
-    """One model at one revision."""
+    """One model or adapter at one revision."""
 
-    def __init__(self, model: str, revision: str) -> None:
+    def __init__(self, model: str, revision: str, kind: Kind) -> None:
         from huggingface_hub import HfApi, constants, get_token
 
         # Its INFO lines contain the signed URLs to which weights are redirected, which are as sensitive as a token.
         logging.getLogger("httpx2").setLevel(logging.WARNING)
-        self.model, self.revision = model, revision
+        self.model, self.revision, self.kind = model, revision, kind
         self.endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
         self.repository = repository_of(model)
         self.commit = ""
@@ -168,19 +185,37 @@ class _Download:
             names = self._ask(lambda: self._api.list_repo_files(self.model, revision=self.commit))
         snapshot = self.repository / "snapshots" / self.commit
         small = [name for name in names if name.endswith(SMALL) and name.rpartition("/")[0] in ("", TEMPLATES)]
-        if "config.json" not in small:
-            raise CheckpointError(f"{self.model!r} on {self.endpoint} is not a model: it has no config.json")
+        if self.kind == "adapter":
+            small = [name for name in names if name == ADAPTER_CONFIG]  # the others are of a tokenizer, or of training
+        if (needed := CONFIGS[self.kind]) not in small:
+            what = "a model" if self.kind == "model" else "an adapter"
+            hint = "; name its base model, and it with --adapter" if ADAPTER_CONFIG in names else ""
+            raise CheckpointError(f"{self.model!r} on {self.endpoint} is not {what}: it has no {needed}{hint}")
         for name in small:
             self._fetch_small(name)
-        load_config(snapshot, name=self.model)  # raises for a model that is not served
+        self._check_served(snapshot)
         if not weights:
             return snapshot
         self._fetch_weights([name for name in self._weights(snapshot, names) if not (snapshot / name).exists()])
         self._write_reference()
         return snapshot
 
+    def _check_served(self, snapshot: Path) -> None:
+        """Raises CheckpointError for a model or adapter that is not served."""
+        if self.kind == "adapter":
+            AdapterConfig.read(snapshot)
+        else:
+            load_config(snapshot, name=self.model)
+
     def _weights(self, snapshot: Path, names: list[str]) -> list[str]:
         """The files that the checkpoint reader will read; other formats and copies are not downloaded."""
+        if self.kind == "adapter":
+            if ADAPTER_WEIGHTS not in names:
+                raise CheckpointError(
+                    f"{self.model!r} on {self.endpoint} has no {ADAPTER_WEIGHTS}; other formats are not fetched, since "
+                    "loading them can run code"
+                )
+            return [ADAPTER_WEIGHTS]
         files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
         if not files:
             raise CheckpointError(

@@ -1,12 +1,21 @@
-"""Values that options and checkpoint determine together: the context length, and the vision part for it."""
+"""The checkpoint of a server's options, and values that both determine together: the context length, and the vision
+part for it."""
 
 from __future__ import annotations
 
 from families import VisionSpec
 from service.common.config import ConfigError, EngineOptions
-from service.model.checkpoint import Checkpoint
+from service.model.checkpoint import Checkpoint, open_checkpoint
 
 DEFAULT_MAX_LEN = 8192
+
+
+def checkpoint_of(options: EngineOptions, *, outline: bool = False) -> Checkpoint:
+    """Opens the model of the options with their adapter; see `open_checkpoint`. Raises CheckpointError."""
+    return open_checkpoint(
+        options.model, options.revision, adapter=options.adapter, adapter_revision=options.adapter_revision,
+        outline=outline,
+    )  # fmt: skip
 
 
 def resolve_max_len(options: EngineOptions, checkpoint: Checkpoint) -> int:

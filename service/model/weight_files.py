@@ -42,9 +42,10 @@ class WeightFiles:
     """The tables of a directory's safetensors files. Raises CheckpointError if files are missing, truncated or
     invalid."""
 
-    def __init__(self, path: Path, *, optional: bool = False) -> None:
-        """`optional`: whether there may be no files."""
-        self.files = _weight_files(path, optional=optional)
+    def __init__(self, path: Path, *, optional: bool = False, only: str = "") -> None:
+        """`optional`: whether there may be no files. `only`: the name of the single file that is read, if there may be
+        others."""
+        self.files = _weight_files(path, optional=optional, only=only)
         self.table: dict[str, Entry] = {}
         """Stored name -> tensor."""
         self._places: dict[str, tuple[Path, int]] = {}
@@ -120,7 +121,13 @@ class WeightFiles:
         return octets.view(dtype).view(entry.shape)
 
 
-def _weight_files(path: Path, *, optional: bool) -> list[Path]:
+def _weight_files(path: Path, *, optional: bool, only: str) -> list[Path]:
+    if only:
+        if (path / only).exists():
+            return [path / only]
+        if optional:
+            return []
+        raise CheckpointError(f"{path} has no {only} (other formats are not supported)")
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.exists():  # goes before an index, as in transformers
         if index.exists():

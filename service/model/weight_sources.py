@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from families import Target
 from service.model.formats.tensors import PLAIN_FLOATS, Entry, StoredWeight
 from service.model.modelconfig import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from kernels.linear import Quantised
+
+EMBEDDINGS, HEAD = "model.embeddings.weight", "lm_head.weight"
+"""Native names of the two matrices that a checkpoint may tie."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,12 @@ def expected_weights(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], s
         expected |= vision.expected_weights()
         optional |= vision.optional_weights()
     return expected, optional
+
+
+def untied(config: ModelConfig) -> ModelConfig:
+    """The configuration with a vocabulary projection of its own."""
+    decoder = replace(config.decoder, tie_word_embeddings=False)
+    return replace(config, model=replace(config.model, decoder=decoder))
 
 
 def find_sources(
@@ -124,3 +139,32 @@ def _kinds(source: Source, stored: Mapping[str, StoredWeight], table: Mapping[st
         plain = weight.scheme == "plain" and "values" in weight.parts
         found.setdefault(table[weight.parts["values"]].dtype if plain else weight.scheme, name)
     return found
+
+
+def made(tensor: torch.Tensor | Quantised, target: Target) -> torch.Tensor | Quantised:
+    """The target tensor made from a stored tensor; aliases it if possible."""
+    from kernels.linear import Quantised, concatenate, row_part  # imported here because it needs torch
+
+    if target.how == "part":
+        parts: list[torch.Tensor | Quantised] = []
+        for first, end in target.taken:
+            of = first, target.parts, target.groups, end - first
+            if isinstance(tensor, Quantised):
+                parts.append(tensor.row_part(*of))
+            else:
+                parts.append(row_part(tensor, *of, dim=max(-2, -tensor.dim())))
+        tensor = parts[0] if len(parts) == 1 else concatenate(parts)
+    if target.offset or target.factor != 1.0:
+        assert not isinstance(tensor, Quantised), f"{target.name} is quantised, and its numbers are to be changed"
+        tensor = tensor.float() * target.factor + target.offset
+    return tensor
+
+
+def joined(parts: Sequence[torch.Tensor | Quantised]) -> torch.Tensor | Quantised:
+    """The rows of all parts, one part after another."""
+    import torch  # imported here, and above, because frontend processes read tables, not tensors
+
+    from kernels.linear import concatenate
+
+    plain = [part for part in parts if isinstance(part, torch.Tensor)]
+    return torch.cat(plain) if len(plain) == len(parts) else concatenate(parts)

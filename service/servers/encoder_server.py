@@ -29,7 +29,8 @@ from service.encoding.encoder_servicer import EncoderServicer
 from service.encoding.handoff import Handoff
 from service.encoding.partner import Partner
 from service.engine.build import build_encoder, check_decoders
-from service.model.checkpoint import Checkpoint, open_checkpoint
+from service.model.checkpoint import Checkpoint
+from service.model.resolve import checkpoint_of
 from service.rpc.interceptor import DoorInterceptor
 from service.servers.credentials import server_credentials
 from service.servers.exposure import channel_options, check_exposure, listen
@@ -195,7 +196,7 @@ async def serve_encoder(options: ServerOptions) -> int:
         loop.call_soon_threadsafe(stopping.set)
 
     def build() -> EncoderThread:
-        checkpoint = open_checkpoint(options.model, options.revision)
+        checkpoint = checkpoint_of(options)
         check_decoders(options, checkpoint)
         return EncoderThread(options, checkpoint, on_death=on_death)
 

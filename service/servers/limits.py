@@ -13,8 +13,7 @@ from service.common.limits import ByteBudget
 from service.media.image_pool import ImagePool
 from service.media.images import MediaLimits
 from service.model.assets import ModelAssets
-from service.model.checkpoint import open_checkpoint
-from service.model.resolve import resolve_vision
+from service.model.resolve import checkpoint_of, resolve_vision
 
 
 def frontend_limits(options: ServerOptions) -> FrontendLimits:
@@ -53,5 +52,5 @@ def make_image_pool(options: ServerOptions, assets: ModelAssets) -> ImagePool:
 
 
 def load_assets(options: ServerOptions) -> ModelAssets:
-    checkpoint = open_checkpoint(options.model, options.revision)
+    checkpoint = checkpoint_of(options)
     return ModelAssets(checkpoint.config, resolve_vision(options, checkpoint))
