@@ -62,8 +62,9 @@ class Merge(NamedTuple):
                 return found
 
             return replaced
-        of_entry = target.how == "stack"
-        return lambda weight, entry: _made(values if of_entry or entry is None else values[entry], target)
+        if target.how in ("whole", "part"):  # of a whole stack, if there is an entry
+            return lambda weight, entry: _made(values if entry is None else values[entry], target)
+        return lambda weight, entry: _made(values, target)
 
 
 def _low_rank(change: LowRank, target: Target, shape: Shape, read: Read) -> Step:

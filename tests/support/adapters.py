@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ def write_adapter(path: Path, tensors: Mapping[str, Tensor], **config: Any) -> P
     path.mkdir(parents=True, exist_ok=True)
     fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "peft_version": "0.21.2", "target_modules": [], **config}
     (path / "adapter_config.json").write_text(json.dumps(fields))
-    named = {PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
+    named = {PREFIX + name: tensor.clone().contiguous() for name, tensor in tensors.items()}
     save_file(named, path / "adapter_model.safetensors", metadata={"format": "pt"})
     return path
 
@@ -45,14 +44,11 @@ def product(tensors: Mapping[str, Tensor], module: str, scale: float = 6 / 4) ->
     return (tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]) * scale
 
 
-def linear_layers(model: nn.Module) -> dict[str, Tensor]:
+def linear_layers(model: Any) -> dict[str, Tensor]:
     """Weights of all linear layers by module name, except a vocabulary projection that is tied."""
-    tied = model.config.get_text_config().tie_word_embeddings
-    return {
-        name: module.weight
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not (tied and name.endswith("lm_head"))
-    }
+    table = model.get_input_embeddings().weight
+    found = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name: weight for name, weight in found.items() if weight is not table}
 
 
 def resaved(base: Path, model: Any, path: Path, changes: Mapping[str, Tensor]) -> Path:
@@ -69,7 +65,3 @@ def resaved(base: Path, model: Any, path: Path, changes: Mapping[str, Tensor]) -
             shutil.copy(file, path)
     changed.save_pretrained(path)
     return path
-
-
-def scale_of(rank: int, alpha: float, *, stabilised: bool = False) -> float:
-    return alpha / (math.sqrt(rank) if stabilised else rank)

@@ -13,23 +13,28 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from adapters import pair, write_adapter
 from full_disk import file_size_limit
 from hub_server import HubServer
 from tiny_checkpoint import make_checkpoint
 
 import saccade
 from families import CheckpointError
+from saccade import cli
 from service.commands.cli import main
 from service.commands.server_process import ServerProcess
-from service.common.config import EngineOptions
+from service.common.config import ConfigError, EngineOptions
 from service.model import hub as downloads
-from service.model.cache import resolve_model
+from service.model.cache import ADAPTER_CONFIG, ADAPTER_WEIGHTS, resolve_model
 from service.model.chat import TEMPLATES
-from service.model.checkpoint import open_checkpoint
+from service.model.checkpoint import Checkpoint, open_checkpoint
 from service.model.hub import fetch, fetched
+from service.model.resolve import checkpoint_of
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = "some/model"
@@ -444,3 +449,88 @@ def test_a_server_of_several_processes_downloads_once(hub: HubServer, tiny: Path
 
 def hub_order(hub: HubServer) -> list[str]:
     return [path.rpartition("/")[2] for path in hub.fetched(".safetensors")]
+
+
+ADAPTER = "some/adapter"
+
+
+@pytest.fixture
+def adapter(hub: HubServer, tiny: Path, tmp_path: Path) -> Path:
+    """The folder of an adapter of one layer, which the hub has with other files that are not wanted."""
+    table = Checkpoint(tiny).files.table
+    name = next(name for name in table if name.endswith("mixer.q_proj.weight"))
+    layer = name.removesuffix(".weight").replace("backbone.", "model.")
+    folder = write_adapter(tmp_path / "adapter", pair(layer, torch.zeros(table[name].shape)))
+    for other in ("adapter_model.bin", "tokenizer.json", "checkpoint-9/adapter_model.safetensors", "training_args.bin"):
+        (folder / other).parent.mkdir(exist_ok=True)
+        (folder / other).write_bytes(b"not wanted")
+    hub.add(ADAPTER, folder).revisions["v1"] = OTHER
+    return folder
+
+
+def test_an_adapter_is_downloaded_with_its_model(hub: HubServer, adapter: Path) -> None:
+    options = fetched(EngineOptions(model=MODEL, adapter=ADAPTER, adapter_revision="v1"))
+    assert (options.revision, options.adapter_revision) == (COMMIT, OTHER)
+    snapshot = resolve_model(ADAPTER, OTHER, "adapter")
+    assert files(snapshot) == {name: (adapter / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
+    checkpoint, local = (
+        checkpoint_of(options),
+        checkpoint_of(replace(options, adapter=str(adapter), adapter_revision=None)),
+    )
+    assert checkpoint.config.name == f"{MODEL}+{ADAPTER}" and local.config.name == f"{MODEL}+adapter"
+    assert checkpoint.revision == local.revision != open_checkpoint(MODEL).revision
+    asked = len(hub.requests)
+    assert fetched(options) == options and len(hub.requests) == asked  # both are commits
+
+
+def test_an_adapter_that_is_not_served_is_refused_before_any_weights(hub: HubServer, adapter: Path) -> None:
+    repository = hub.repositories[ADAPTER]
+    wanted = EngineOptions(model=MODEL, adapter=ADAPTER)
+    repository.files["adapter_config.json"] = json.dumps({"peft_type": "IA3"}).encode()
+    with pytest.raises(CheckpointError, match="peft_type is 'IA3'"):
+        fetched(wanted)
+    shutil.rmtree(downloads.repository_of(ADAPTER))
+    repository.files["adapter_config.json"] = (adapter / "adapter_config.json").read_bytes()
+    del repository.files["adapter_model.safetensors"]
+    with pytest.raises(CheckpointError, match=r"has no adapter_model.safetensors; other formats are not fetched"):
+        fetched(wanted)
+    with pytest.raises(
+        CheckpointError, match=r"is not a model: it has no config.json; name its base model, and it with"
+    ):
+        fetched(EngineOptions(model=ADAPTER))
+    with pytest.raises(CheckpointError, match=r"'some/model' on .* is not an adapter: it has no adapter_config.json$"):
+        fetched(EngineOptions(model=MODEL, adapter=MODEL))
+    with pytest.raises(CheckpointError, match="adapter_revision: 'a b' is not a branch"):
+        fetched(EngineOptions(model=MODEL, adapter=ADAPTER, adapter_revision="a b"))
+    with pytest.raises(CheckpointError, match="adapter_revision: 'v1' would not be used: .* is a folder here"):
+        fetched(EngineOptions(model=MODEL, adapter=str(adapter), adapter_revision="v1"))
+    with pytest.raises(ConfigError, match="adapter_revision: v1 would not be used without adapter"):
+        EngineOptions(model=MODEL, adapter_revision="v1")
+    assert not hub.fetched(".safetensors")
+
+
+def test_commands_with_an_adapter(
+    hub: HubServer, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = ["plan", MODEL, "--max-seqs", "2", "--max-len", "128", "--adapter"]
+    assert main([*plan, ADAPTER]) == 0 and not hub.fetched(".safetensors")
+    assert "some/adapter, of which only the configuration is here and was checked" in capsys.readouterr().out
+    assert main([*plan, str(adapter)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{MODEL}+adapter, as config.json describes it" in shown
+    assert "adapter, merged into 1 weights while they are loaded" in shown
+    with saccade.LocalClient(MODEL, adapter=ADAPTER, threads=1, max_seqs=2, max_len=128) as client:
+        model = client.get_model()
+        assert model.name == f"{MODEL}+{ADAPTER}" and model.version != open_checkpoint(MODEL).revision
+    (tmp_path / "in.jsonl").write_text(
+        json.dumps({"custom_id": "a", "body": {"messages": [{"role": "user", "content": "x"}]}})
+    )
+    batch = ["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--quiet"]
+    assert cli.main([*batch, "--model", MODEL, "--adapter", ADAPTER]) == 1  # without a tokenizer there are no answers
+    assert json.loads(capsys.readouterr().out)["model"] == f"{MODEL}+{ADAPTER}"
+    with pytest.raises(SystemExit):
+        cli.main([*batch, "--adapter", ADAPTER])
+    assert "--adapter is for --model; a server has its own" in capsys.readouterr().err
+    bad = write_adapter(tmp_path / "bad", {"model.layers.0.nothing.weight": torch.zeros(2)})
+    assert main([*plan, str(bad)]) == 2
+    assert "the model has no parameter model.layers.0.nothing.weight" in capsys.readouterr().err
