@@ -37,7 +37,8 @@ _PAIR = re.compile(
 )
 _TOKENS = re.compile(r"(.+)\.token_adapter\.trainable_tokens_delta")
 _PLAIN = re.compile(r"[\w.-]+")
-_WRAPPER = re.compile(r"\.(?:base_layer|modules_to_save|token_adapter|original_module)(?=\.)")
+_WRAPPER = re.compile(r"\.(?:base_layer|modules_to_save|token_adapter)(?=\.)")
+_REPLACED = re.compile(r"\.original_module(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,8 @@ class Adapter:
         """All changes, in the order in which they are to be made. Raises CheckpointError listing the tensors that do
         not belong together or contradict the configuration."""
         pairs: dict[str, dict[int, dict[str, str]]] = {}
-        saved: list[Change] = []
+        saved: dict[str, str] = {}
+        replaced: dict[str, str] = {}
         rows: list[Change] = []
         for tensor, entry in sorted(self.files.table.items()):
             name = tensor.removeprefix(PREFIX)
@@ -298,11 +300,18 @@ class Adapter:
                 pairs.setdefault(module, {}).setdefault(wrappers.count("."), {})[role.removesuffix(".weight")] = tensor
             elif of := _TOKENS.fullmatch(name):
                 rows.append(self._rows(of[1], tensor, entry.shape))
+            elif _REPLACED.search(name):
+                replaced[_REPLACED.sub("", name)] = tensor
             else:
-                saved.append(Saved(_WRAPPER.sub("", name), Part(tensor, entry.shape)))
+                first = saved.setdefault(_WRAPPER.sub("", name), tensor)
+                if first != tensor and not self.files.same(first, tensor):  # PEFT saves some biases twice
+                    raise self._error(f"{first} and {tensor} are the same parameter, and they differ")
+        for parameter in replaced.keys() - saved.keys():
+            raise self._error(f"{replaced[parameter]} is there without the tensor that replaces it")
         self._check_expressions(sorted(pairs))
         added = [change for module in pairs for change in self._of_module(module, pairs[module], known)]
-        return [*saved, *rows, *added]
+        whole = [Saved(parameter, self._part(tensor)) for parameter, tensor in saved.items()]
+        return [*whole, *rows, *added]
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {problem}")

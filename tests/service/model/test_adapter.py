@@ -227,6 +227,8 @@ def test_whole_parameters_biases_and_rows(bamba: Any, tmp_path: Path) -> None:
         f"{up}.lora_B.bias": random_tensor(*parameters[f"{up}.bias"].shape),
         "model.final_layernorm.weight": 1 + random_tensor(table.shape[1]),
         "lm_head.weight": random_tensor(*table.shape),
+        "lm_head.modules_to_save.weight": random_tensor(*table.shape),
+        "lm_head.original_module.weight": torch.zeros(1),
         "model.embed_tokens.token_adapter.trainable_tokens_delta": random_tensor(3, table.shape[1]),
     }  # fmt: skip
     changed = table.clone()
@@ -440,6 +442,8 @@ def changed(tensors: Tensors, layer: str, change: str) -> Tensors:
         "magnitude": {**tensors, f"{layer}.lora_magnitude_vector": up[:, 0]},
         "twice-wrapped": tensors | {name.replace(".lora", ".base_layer.lora"): tensors[name] for name in tensors},
         "bias-shape": {**tensors, f"{layer}.bias": up[:3, 0]},
+        "saved-twice": {**tensors, "lm_head.weight": up, "lm_head.modules_to_save.weight": 2 * up},
+        "only-original": {**tensors, "lm_head.original_module.weight": up},
         "rows": {**tensors, f"{EMBED}.token_adapter.trainable_tokens_delta": up[:2]},
         "nan": {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": infinite},
         "overflow": {f"{layer}.lora_A.weight": down * 1e30, f"{layer}.lora_B.weight": up * 1e30},
@@ -460,6 +464,8 @@ def changed(tensors: Tensors, layer: str, change: str) -> Tensors:
         ("magnitude", "use_dora is false, but .* has one: lora_magnitude_vector"),
         ("twice-wrapped", "has 2 pairs of lora_A and lora_B, and target_parameters names 0"),
         ("bias-shape", r"bias has shape \[3\], not \["),
+        ("saved-twice", "lm_head.modules_to_save.weight and .*lm_head.weight are the same parameter, and they differ"),
+        ("only-original", "lm_head.original_module.weight is there without the tensor that replaces it"),
         ("rows", "trainable_token_indices has 0 ids for its rows"),
         ("nan", "1 of .* numbers are NaN or infinite"),
         ("overflow", "numbers of the weight are NaN or infinite"),
