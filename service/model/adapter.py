@@ -297,7 +297,9 @@ class Adapter:
             name = tensor.removeprefix(PREFIX)
             if pair := _PAIR.fullmatch(name):
                 module, wrappers, role = pair.groups()
-                pairs.setdefault(module, {}).setdefault(wrappers.count("."), {})[role.removesuffix(".weight")] = tensor
+                roles = pairs.setdefault(module, {}).setdefault(wrappers.count("."), {})
+                if (first := roles.setdefault(role.removesuffix(".weight"), tensor)) != tensor:
+                    raise self._error(f"{first} and {tensor} have the same name")
             elif of := _TOKENS.fullmatch(name):
                 rows.append(self._rows(of[1], tensor, entry.shape))
             elif _REPLACED.search(name):
@@ -355,6 +357,8 @@ class Adapter:
             raise self._error(
                 f"use_dora is {str(self.config.dora).lower()}, but {module} {there}: lora_magnitude_vector"
             )
+        if unused := set(roles.values()) - {down, up, magnitude, bias}:
+            raise self._error(f"{unused.pop()} is beside {down}, so that it would not be used")
         rank, scale = self.config.rank_of(key), self.config.scale_of(key)
         lengths = None if magnitude is None else self._part(magnitude)
         swapped = self.config.version < (0, 19)
