@@ -107,8 +107,8 @@ class MtpHead:
             return self.compiled.predict(embedded_RD, hidden_RD, places_R, tables_RW, lengths_R, positions_RA)
         weights, of = self.weights, self.weights.attention
         x, given = self._enter(embedded_RD, hidden_RD, places_R, positions_RA)
-        out = decode_attention_after(given.q_THP, of.kv, tables_RW, lengths_R, 1, of.scale, longest)
-        x = x + of.output(out, given.gate_TD)
+        out = decode_attention_after(given.q_THP, of.kv, tables_RW, lengths_R, 1, of.scale, longest, of.spec.window)
+        x = x + of.output(out, given.gate_TG)
         for norm, mixer in zip(weights.norms[1:], weights.rest, strict=True):
             x = x + mixer(rms_norm(x, norm, self.eps, self.dtype))
         hidden = rms_norm(x, weights.final, self.eps, self.dtype)

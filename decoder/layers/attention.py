@@ -1,13 +1,14 @@
-"""Grouped-query attention over paged keys and values, optionally with rotary positions, norms of queries and keys, and
-an output gate.
+"""Grouped-query attention over paged keys and values, optionally with rotary positions, norms of queries and keys, a
+sliding window, and an output gate.
 
     q, k, v, g = projections of x (one product);  q, k = rope(norm(q)), rope(norm(k)) per head
     y = o_proj(attention(q, k, v) * sigmoid(g))
 
-Keys are stored normalised and rotated.
+Keys are stored normalised and rotated. A head of the output has a gate for each of its numbers, or one gate. With a
+window, a token attends to its latest keys only; the pages hold all keys.
 
-Letters: `T` tokens, `Q` single queries, `R` scanned rows, `H` query heads, `K` key heads, `P` head size, `A` axes of
-positions, `B` pages, `S` tokens of a page.
+Letters: `T` tokens, `Q` single queries, `R` scanned rows, `H` query heads, `K` key heads, `P` head size, `G` gates of a
+token, `A` axes of positions, `B` pages, `S` tokens of a page.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Projected(NamedTuple):
     q_THP: Tensor
     k_TKP: Tensor
     v_TKP: Tensor
-    gate_TD: Tensor | None
-    """Gate before the sigmoid; `None` for a layer without a gate."""
+    gate_TG: Tensor | None
+    """Gates before the sigmoid; `None` for a layer without gates."""
 
 
 class AttentionMixer:
@@ -62,9 +63,12 @@ class AttentionMixer:
 
     def project(self, x_TD: Tensor, positions_TA: Tensor | None) -> Projected:
         """Projects normalised rows; queries and keys are normalised and rotated."""
-        tokens, heads, kv_heads = x_TD.shape[0], self.heads, self.kv_heads
-        projected = self.qkv(x_TD).view(tokens, -1, self.width)
-        q, k, v, gate = projected.split([heads, kv_heads, kv_heads, heads * self.spec.gate], dim=1)
+        heads, kv_heads = self.heads, self.kv_heads
+        together = self.qkv(x_TD)
+        gates = self.spec.gates
+        projected_TN, gate = together.split([together.shape[1] - gates, gates], dim=1)
+        projected = projected_TN.unflatten(1, (-1, self.width))
+        q, k, v = projected.split([heads, kv_heads, kv_heads], dim=1)
         norms, eps = self.norms, self.spec.qk_norm or 0.0
         both = projected[:, : heads + kv_heads]
         if norms is not None and self.spec.qk_norm_whole:
@@ -74,15 +78,15 @@ class AttentionMixer:
         if norms is not None or self.table is not None:
             turned = norm_rotate(both, heads, norms, eps, self.table, positions_TA, self.axes)
             q, k = turned.split([heads, kv_heads], dim=1)
-        return Projected(q, k, v, gate.reshape(tokens, -1) if self.spec.gate else None)
+        return Projected(q, k, v, gate if gates else None)
 
-    def output(self, attended_THP: Tensor, gate_TD: Tensor | None) -> Tensor:
-        """Applies the gate and the output projection; `[T, d]`."""
+    def output(self, attended_THP: Tensor, gate_TG: Tensor | None) -> Tensor:
+        """Applies the gates and the output projection; `[T, d]`."""
         out_TD = attended_THP.reshape(attended_THP.shape[0], -1)
-        return self.o_proj(out_TD if gate_TD is None else sigmoid_gate(out_TD, gate_TD))
+        return self.o_proj(out_TD if gate_TG is None else sigmoid_gate(out_TD, gate_TG))
 
     def __call__(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        queries = batch.queries
+        queries, window = batch.queries, self.spec.window
         q, k, v, gate = self.project(x_TD, batch.positions_TA)
         outs, scan, places = [], batch.scan, batch.places_T
         # Tokens of a verified row attend one by one, each to the keys of those before it, which are already in the
@@ -93,10 +97,10 @@ class AttentionMixer:
         if queries:
             fresh = None if together else (k[:queries], v[:queries], places[:queries])
             rows = (batch.tables_QW, batch.lengths_Q)
-            outs.append(decode_attention(q[:queries], self.kv, *rows, self.scale, batch.longest, fresh))
+            outs.append(decode_attention(q[:queries], self.kv, *rows, self.scale, batch.longest, fresh, window))
         if scan is not None:
             new = (q[queries:], k[queries:], v[queries:])
             known = (self.kv, scan.tables_RW, scan.computed_R, scan.starts_R)
-            outs.append(extend_attention(*new, *known, self.scale, None if together else places[queries:]))
+            outs.append(extend_attention(*new, *known, self.scale, None if together else places[queries:], window))
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return self.output(out, gate)

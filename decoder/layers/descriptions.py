@@ -165,6 +165,10 @@ class Attention:
     rope: Rope | None = None
     gate: bool = False
     """Whether each head's output is multiplied by the sigmoid of a further projection of the input."""
+    head_gate: bool = False
+    """Whether each head's output is multiplied by the sigmoid of one number, a further projection of the input."""
+    window: int | None = None
+    """Number of latest keys that a token attends to, its own included; `None`: all."""
     qk_norm: float | None = None
     """Epsilon of the RMS norms over each head of queries and keys before rotation; `None`: no norms."""
     qk_norm_whole: bool = False
@@ -172,6 +176,8 @@ class Attention:
 
     def __post_init__(self) -> None:
         positive(self, "num_attention_heads", "kv_heads", "head_dim")
+        require(not (self.gate and self.head_gate), "gate and head_gate are both true; at most one of them can be")
+        require(self.window is None or self.window >= 1, f"window must be at least 1, not {self.window}")
         require(self.qk_norm is None or self.qk_norm > 0, f"qk_norm must be above 0, not {self.qk_norm}")
         require(
             self.num_attention_heads % self.kv_heads == 0,
@@ -198,7 +204,12 @@ class Attention:
     @property
     def projected(self) -> int:
         """Outputs of all input projections together."""
-        return ((1 + self.gate) * self.num_attention_heads + 2 * self.kv_heads) * self.head_dim
+        return (self.num_attention_heads + 2 * self.kv_heads) * self.head_dim + self.gates
+
+    @property
+    def gates(self) -> int:
+        """Gates of a token: one for each number of the queries, or for each head, or none."""
+        return self.num_attention_heads * (self.head_dim if self.gate else self.head_gate)
 
     @property
     def activations(self) -> int:
@@ -207,7 +218,7 @@ class Attention:
     @property
     def projections(self) -> tuple[str, ...]:
         """Names of the input projections, in the order in which they are fused."""
-        return ("q_proj", "k_proj", "v_proj", *("gate_proj",) * self.gate)
+        return ("q_proj", "k_proj", "v_proj", *("gate_proj",) * self.gate, *("g_proj",) * self.head_gate)
 
     def weights(self) -> dict[str, tuple[int, ...]]:
         d, q, kv = self.hidden_size, self.num_attention_heads * self.head_dim, self.kv_heads * self.head_dim
@@ -221,6 +232,9 @@ class Attention:
             found |= {"q_proj.bias": (q,), "k_proj.bias": (kv,), "v_proj.bias": (kv,), "o_proj.bias": (d,)}
         if self.gate:
             found |= {"gate_proj.weight": (q, d)} | ({"gate_proj.bias": (q,)} if self.attention_bias else {})
+        if self.head_gate:
+            heads = self.num_attention_heads
+            found |= {"g_proj.weight": (heads, d)} | ({"g_proj.bias": (heads,)} if self.attention_bias else {})
         if self.qk_norm is not None:
             whole = self.qk_norm_whole
             found |= {"q_norm.weight": (q if whole else self.head_dim,)}

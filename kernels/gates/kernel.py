@@ -16,11 +16,12 @@ BLOCK = 1024
 @triton.jit
 def _product_kernel(
     p_x,  # [T, D]
-    p_gate,  # [T, D]
+    p_gate,  # [T, G]
     p_out,  # [T, D]
     x_row,
     gate_row,
     WIDTH: tl.constexpr,
+    SHARING: tl.constexpr,  # numbers that a gate is for
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -28,7 +29,7 @@ def _product_kernel(
     o_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_col = o_col < WIDTH
     b_x = tl.load(p_x + i_row * x_row + o_col, mask=m_col, other=0.0).to(tl.float32)
-    b_gate = tl.load(p_gate + i_row * gate_row + o_col, mask=m_col, other=0.0).to(tl.float32)
+    b_gate = tl.load(p_gate + i_row * gate_row + o_col // SHARING, mask=m_col, other=0.0).to(tl.float32)
     b_out = b_x * tl.sigmoid(b_gate)
     if SILU:
         b_out = b_out * b_gate
@@ -64,9 +65,9 @@ def _add_gated_kernel(
         tl.store(p_out + i_row * WIDTH + begin + o_col, b_out.to(p_out.dtype.element_ty), mask=m_col)
 
 
-def sigmoid_gate(x_TD: Tensor, gate_TD: Tensor) -> Tensor:
+def sigmoid_gate(x_TD: Tensor, gate_TG: Tensor) -> Tensor:
     """Like the reference, but rounded only once, at the end. No host sync."""
-    return _product(x_TD, gate_TD, silu=False)
+    return _product(x_TD, gate_TG, silu=False)
 
 
 def swiglu(gate_up_TI: Tensor) -> Tensor:
@@ -75,20 +76,21 @@ def swiglu(gate_up_TI: Tensor) -> Tensor:
     return _product(up, gate, silu=True)
 
 
-def _product(x_TD: Tensor, gate_TD: Tensor, *, silu: bool) -> Tensor:
+def _product(x_TD: Tensor, gate_TG: Tensor, *, silu: bool) -> Tensor:
     rows, width = x_TD.shape
-    assert gate_TD.shape == x_TD.shape and x_TD.stride(1) == gate_TD.stride(1) == 1
+    assert gate_TG.shape[0] == rows and width % gate_TG.shape[1] == 0 and x_TD.stride(1) == gate_TG.stride(1) == 1
     out = torch.empty(rows, width, dtype=x_TD.dtype, device=x_TD.device)
     block = min(BLOCK, triton.next_power_of_2(width))
     launch(
         _product_kernel,
         (rows, triton.cdiv(width, block)),
         p_x=x_TD,
-        p_gate=gate_TD,
+        p_gate=gate_TG,
         p_out=out,
         x_row=x_TD.stride(0),
-        gate_row=gate_TD.stride(0),
+        gate_row=gate_TG.stride(0),
         WIDTH=width,
+        SHARING=width // gate_TG.shape[1],
         SILU=silu,
         BLOCK=block,
         num_warps=2,

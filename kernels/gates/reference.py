@@ -1,4 +1,5 @@
-"""Gated products; the maths is in README.md. `T` tokens, `D` width of a token, `I` of a hidden layer."""
+"""Gated products; the maths is in README.md. `T` tokens, `D` width of a token, `G` gates of a token, `I` width of a
+hidden layer."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def sigmoid_gate(x_TD: Tensor, gate_TD: Tensor) -> Tensor:
-    """`x * sigmoid(gate)`: `[T, D]` in x's dtype, a new tensor. Rows of both may have any stride."""
-    return x_TD * gate_TD.sigmoid()
+def sigmoid_gate(x_TD: Tensor, gate_TG: Tensor) -> Tensor:
+    """`x * sigmoid(gate)`: `[T, D]` in x's dtype, a new tensor. Each gate is that of `D / G` neighbouring numbers. Rows
+    of both may have any stride."""
+    return (x_TD.unflatten(1, (gate_TG.shape[1], -1)) * gate_TG.sigmoid()[:, :, None]).flatten(1)
 
 
 def swiglu(gate_up_TI: Tensor) -> Tensor:
