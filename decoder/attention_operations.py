@@ -26,7 +26,7 @@ def projected_attention(of: OperationParts, mixer: AttentionMixer, scale: float,
     if spec.rope is not None or spec.qk_norm is not None:
         ops.append(Op(Code.HEADS, attention=address))
     ops.append(Op(Code.ATTENTION, kv=kv.data_ptr(), kv_stride=kv.stride(0), attention=address))
-    ops.append(Op(Code.GATE if spec.gate else Code.CONVERT, last.kind, last.k, attention=address))
+    ops.append(Op(Code.GATE if spec.gates else Code.CONVERT, last.kind, last.k, attention=address))
     return [*ops, of.residual(last, scale)]
 
 
@@ -36,7 +36,7 @@ def _shape(of: OperationParts, mixer: AttentionMixer, column: int) -> AttentionS
     shape = AttentionShape(
         spec.num_attention_heads, spec.kv_heads, spec.head_dim, spec.multiplier, spec.qk_norm or 0.0,
         of.pointer(q_norm), of.pointer(k_norm), column=column,
-        norm_whole=spec.qk_norm_whole,
+        norm_whole=spec.qk_norm_whole, window=spec.window or 0, head_gate=spec.head_gate,
     )  # fmt: skip
     if spec.rope is not None:
         axes = torch.tensor(spec.rope.axes or (0,) * (spec.rope.dims // 2), dtype=torch.int64)

@@ -113,6 +113,9 @@ struct PagedRow {
         return found;
     }
     int64_t last(int64_t i) const { return before + first - begin + i / group_size; }
+    int64_t first_key(int64_t i) const {
+        return shape.window ? std::max(last(i) + 1 - shape.window, op.first_key) : op.first_key;
+    }
     template <typename Cells>
     Words query(Cells, int64_t i, int64_t cell) const {
         return Cells::row(fresh(first + i / group_size, head * group_size + i % group_size), shape.width, cell);
@@ -194,6 +197,12 @@ inline void prepare_heads(
 inline void gate_row(const Model& m, const AttentionShape& shape, int64_t token, float* out) {
     const float *from = m.mid + token * m.mid_ld,
                 *gates = m.wide + token * m.ld + shape.column + (shape.q_heads + 2 * shape.kv_heads) * shape.width;
+    for (int64_t head = 0; head < shape.q_heads && shape.head_gate; head++, from += shape.width, out += shape.width) {
+        const float divisor = 1.0f + fast_exp(-gates[head]);
+#pragma omp simd
+        for (int64_t i = 0; i < shape.width; i++) out[i] = from[i] / divisor;
+    }
+    if (shape.head_gate) return;
 #pragma omp simd
     for (int64_t i = 0; i < shape.q_heads * shape.width; i++) out[i] = from[i] / (1.0f + fast_exp(-gates[i]));
 }
@@ -218,15 +227,15 @@ void attention(
     if (queries <= 0) return;
     if (queries > MAX_FEW_QUERIES || shape.width % CellsOf<T>::EACH) {
         for (int64_t h = 0; h < source.heads; h++)
-            attend_many<T>(shape.width, shape.scale, source.for_head(h), queries, op.first_key, scratch);
+            attend_many<T>(shape.width, shape.scale, source.for_head(h), queries, scratch);
         return;
     }
     const int64_t next_unit = unit + 1;  // a thread's units are neighbours
     const bool follows = next_unit < units.rows * units.units_per_row;
     const PagedRow<T> next = paged_row<T>(m, op, step, units, follows ? next_unit : unit);
     attend_few<T>(
-        shape.width, shape.scale, source, source.heads, source.head_stride(), queries, op.first_key,
-        follows ? &next : nullptr, scratch
+        shape.width, shape.scale, source, source.heads, source.head_stride(), queries, follows ? &next : nullptr,
+        scratch
     );
 }
 

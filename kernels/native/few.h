@@ -37,18 +37,19 @@ inline int64_t window_of(int64_t keys, int64_t bytes, int64_t span) {
 //   source.for_head(h): that of head h. For the first head, source.keys_and_values() also says how many keys are in
 //   pages
 //   (`in_pages`, `stored`), and where the first of the others is (`fresh`). source.before: how many keys are in pages.
-// `head_stride`: numbers from a key in a page to that of the next head, a multiple of the width. `first`: the first key
-// that queries attend to. `next`: the source of the unit that this thread is likely to take next, or null.
+// `head_stride`: numbers from a key in a page to that of the next head, a multiple of the width. `next`: the source of
+// the unit that this thread is likely to take next, or null.
 template <typename T, typename Source>
 void attend_few(
-    int64_t width, float scale, const Source& source, int64_t heads, int64_t head_stride, int64_t count, int64_t first,
+    int64_t width, float scale, const Source& source, int64_t heads, int64_t head_stride, int64_t count,
     const Source* next, std::vector<float>& memory
 ) {
     constexpr int64_t SPAN = FewOf<T>::SPAN;
     FewOf<T> few(width, scale, heads, count);
-    const int64_t begin = first / SPAN * SPAN, end = source.last(count - 1) + 1, bytes = width * int64_t(sizeof(T));
+    const int64_t first = source.first_key(0), begin = first / SPAN * SPAN, end = source.last(count - 1) + 1,
+                  bytes = width * int64_t(sizeof(T));
     const int64_t window = window_of(end - begin, 2 * heads * bytes, SPAN),
-                  fresh_begin = std::min(std::max(source.before, begin), end);
+                  fresh_begin = std::max(source.before, first);
     // Keys that are not in pages yet are copied to memory with the layout of pages, and so are their values.
     const int64_t page = head_stride / width, copy_size = (end - fresh_begin + page - 1) / page * heads * head_stride;
     Scratch scratch(memory, few.floats() + 4 * Scratch::floats<const T*>(window) + Scratch::floats<T>(2 * copy_size));
@@ -77,26 +78,30 @@ void attend_few(
         for (int64_t tile = from; tile < to; tile += TILE) {
             const auto lines = in.keys_and_values(tile, std::min(TILE, to - tile));
             for (int64_t side = 0; side < 2; side++)
-                std::copy_n(lines.stored[side], lines.count, found.rows[side] + tile - from);
+                std::copy_n(lines.stored[side], lines.count, found.rows[side] + found.count);
+            found.count += lines.count;
         }
-        found.count = std::max(to - from, int64_t(0));
     };
     const auto find = [&](WindowRows& found, int64_t from, int64_t to) {
+        found.count = 0;
+        // Keys before the first one are not read: the last one is in their place, with probability zero.
+        for (; from < std::min(to, first); from++, found.count++)
+            for (int64_t side = 0; side < 2; side++) found.rows[side][found.count] = copy_of(end - 1, side);
         find_in_pages(source, found, from, std::min(to, fresh_begin));
-        for (int64_t at = from + found.count; at < to; at++, found.count++)
-            for (int64_t side = 0; side < 2; side++) found.rows[side][at - from] = copy_of(at, side);
+        for (int64_t at = std::max(from, fresh_begin); at < to; at++, found.count++)
+            for (int64_t side = 0; side < 2; side++) found.rows[side][found.count] = copy_of(at, side);
     };
     find(current, begin, std::min(begin + window, end));
     for (int64_t window_begin = begin; window_begin < end; window_begin += window, std::swap(current, following)) {
         const int64_t window_end = std::min(window_begin + window, end);
         int64_t following_heads = heads;
+        following.count = 0;
         if (window_end < end) {
             find(following, window_end, std::min(window_end + window, end));
         } else if (next) {
-            find_in_pages(*next, following, begin, std::min(begin + window, next->before));
+            const int64_t from = next->first_key(0);
+            find_in_pages(*next, following, from, std::min(from + window, next->before));
             following_heads = next->heads;
-        } else {
-            following.count = 0;
         }
         for (int64_t side = 0; side < 2 && following.count; side++)
             std::fill(
@@ -111,7 +116,7 @@ void attend_few(
                     i < following.count && h < following_heads
                         ? Prefetcher<T, SPAN>(following.rows[0] + i, following.rows[1] + i, bytes, h * head_stride)
                         : Prefetcher<T, SPAN>();
-                few.attend_to(h, keys, at, std::min(at + SPAN, window_end), first, prefetcher);
+                few.attend_to(h, keys, at, std::min(at + SPAN, window_end), prefetcher);
                 prefetcher.fetch_rest();
             }
     }

@@ -43,18 +43,17 @@ class FewInTiles {
             }
         }
     }
-    // Keys [at, to) of a window, at most SPAN, for head h; none before `first` counts.
+    // Keys [at, to) of a window, at most SPAN, for head h.
     void attend_to(
-        int64_t h, const Window<uint16_t>& window, int64_t at, int64_t to, int64_t first,
-        Prefetcher<uint16_t, SPAN>& prefetcher
+        int64_t h, const Window<uint16_t>& window, int64_t at, int64_t to, Prefetcher<uint16_t, SPAN>& prefetcher
     ) {
         const int64_t steps = (to - at + STEP_KEYS - 1) / STEP_KEYS;
-        for (int64_t i = 0; i < steps; i++)
+        for (int64_t i = blocks_[h].skipped(at); i < steps; i++)
             score(window, h, at + i * STEP_KEYS, attention_.scores() + i * STEP_KEYS, prefetcher);
         if (head_.width % 32) pair_values<false>(window, h, at, at + steps * STEP_KEYS, to, prefetcher);
         else pair_values<true>(window, h, at, at + steps * STEP_KEYS, to, prefetcher);
         attention_.with_steps(steps, [&](auto S) ALWAYS {
-            attention_.exponentiate_and_add<1, S()>(blocks_[h], at, first, values_);
+            attention_.exponentiate_and_add<1, S()>(blocks_[h], at, values_);
         });
     }
     template <typename Source>

@@ -38,19 +38,19 @@ struct FewQueries {
     uint32_t* probabilities;  // [count][PROBABILITY_CELLS], of the keys from `pending` on
     int64_t pending = 0;      // the first key whose value is not in `out` yet
 
-    // Keys [at, to), at most SPAN, from a multiple of TILE on; none before `first` counts.
-    void attend_to(int64_t at, int64_t to, int64_t first, Prefetcher<T, SPAN>& prefetcher) {
-        if (to - at > 16) attend_to<2>(at, to, first, prefetcher);
-        else attend_to<1>(at, to, first, prefetcher);
+    // Keys [at, to), at most SPAN, from a multiple of TILE on.
+    void attend_to(int64_t at, int64_t to, Prefetcher<T, SPAN>& prefetcher) {
+        if (to - at > 16) attend_to<2>(at, to, prefetcher);
+        else attend_to<1>(at, to, prefetcher);
     }
 
   private:
     template <int V>
-    void attend_to(int64_t at, int64_t to, int64_t first, Prefetcher<T, SPAN>& prefetcher) {
+    void attend_to(int64_t at, int64_t to, Prefetcher<T, SPAN>& prefetcher) {
         pending = at;
         pack<V>(at, prefetcher);
         in_groups<GROUP_QUERIES>(count, [&](auto group, int64_t q) { multiply<V, group()>(q, prefetcher); });
-        if (at + 16 * V > softmax.min_last + 1 || at < first) mask_scores<V>(at, first);
+        if (at + 16 * V > softmax.min_last + 1 || at < softmax.max_first) mask_scores<V>(at);
         if (__builtin_expect(exceeds<V>(), 0)) {
             for (int64_t tile = at; tile < to; tile += TILE) exponentiate_tile(tile, scores + (tile - at), prefetcher);
         } else {
@@ -93,16 +93,16 @@ struct FewQueries {
             for (int v = 0; v < V; v++) store_floats(scores + (first + j) * SPAN + 16 * v, sum[j][v]);
     }
 
-    // Scores of keys before `first`, or after a query's last key, become minus infinity.
+    // Scores of keys before a query's first key, or after its last one, become minus infinity.
     template <int V>
-    void mask_scores(int64_t at, int64_t first) {
+    void mask_scores(int64_t at) {
         alignas(64) static constexpr int32_t LANE[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         for (int v = 0; v < V; v++) {
             const Words key = add32(load_words(LANE), splat_word(int32_t(at + 16 * v)));
-            const Mask from = at_least(key, splat_word(int32_t(first)));
             for (int64_t q = 0; q < count; q++) {
                 float* score = scores + q * SPAN + 16 * v;
-                const Mask visible = from & at_least(splat_word(softmax.last[q]), key);
+                const Mask visible = at_least(key, splat_word(softmax.first[q])) &
+                                     at_least(splat_word(softmax.last[q]), key);
                 store_floats(score, select(visible, load_floats(score), splat(-__builtin_inff())));
             }
         }
@@ -234,15 +234,13 @@ class FewInLanes {
                     );
         }
     }
-    // Keys [at, to) of a window, at most SPAN, for head h; none before `first` counts.
-    void attend_to(
-        int64_t h, const Window<T>& window, int64_t at, int64_t to, int64_t first, Prefetcher<T, SPAN>& prefetcher
-    ) {
+    // Keys [at, to) of a window, at most SPAN, for head h.
+    void attend_to(int64_t h, const Window<T>& window, int64_t at, int64_t to, Prefetcher<T, SPAN>& prefetcher) {
         const uint32_t* queries = queries_ + h * of_queries();
         float* out = out_ + h * of_out();
         Queries few{head_,         count_,  queries, window,        h, softmax_[h], out,
                     padded_width_, packed_, scores_, probabilities_};
-        few.attend_to(at, to, first, prefetcher);
+        few.attend_to(at, to, prefetcher);
     }
     template <typename Source>
     void finish(const Source& source) {

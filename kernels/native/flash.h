@@ -2,7 +2,7 @@
 //
 // Queries are in the lanes of a vector, so a query's largest score, its sum and its output are each in one lane:
 // nothing is reduced across a vector, and queries do not affect each other. Keys are processed in order, TILE at a
-// time, from position 0.
+// time, at multiples of TILE in their sequence.
 
 #pragma once
 
@@ -105,19 +105,23 @@ struct HeadShape {
 
 // The queries of a block, and the state of each one's softmax over the keys so far.
 struct SoftmaxState {
-    int64_t count, vectors;                   // queries; vectors of 16 of them
-    int64_t min_last, max_last;               // the least and the largest of `last`
-    alignas(64) int32_t last[BLOCK_QUERIES];  // the last key that a query attends to
+    int64_t count, vectors;                    // queries; vectors of 16 of them
+    int64_t min_last, max_last;                // the least and the largest of `last`
+    int64_t min_first, max_first;              // and of `first`
+    alignas(64) int32_t last[BLOCK_QUERIES];   // the last key that a query attends to
+    alignas(64) int32_t first[BLOCK_QUERIES];  // and the first one
     // Probabilities are 2^(scaled score - reference), not divided by their sum yet; `sum`: over the keys so far.
     alignas(64) float reference[BLOCK_QUERIES];
     alignas(64) float sum[BLOCK_QUERIES];
 
     template <typename Source>
-    void begin(const Source& source, int64_t first, int64_t queries) {
+    void begin(const Source& source, int64_t from, int64_t queries) {
         count = queries, vectors = (queries + 15) / 16;
-        min_last = source.last(first), max_last = source.last(first + count - 1);
+        min_last = source.last(from), max_last = source.last(from + count - 1);
+        min_first = source.first_key(from), max_first = source.first_key(from + count - 1);
         for (int64_t i = 0; i < BLOCK_QUERIES; i++) {
-            last[i] = int32_t(source.last(first + std::min(i, count - 1)));
+            const int64_t query = from + std::min(i, count - 1);
+            last[i] = int32_t(source.last(query)), first[i] = int32_t(source.first_key(query));
             reference[i] = LOWEST_REFERENCE, sum[i] = 0.0f;
         }
     }
@@ -143,13 +147,14 @@ inline ALWAYS void exponentiate(
     }
 }
 
-// Scores of keys before `first`, or after a query's last key, become minus infinity.
+// Scores of keys before a query's first key, or after its last one, become minus infinity.
 template <int V>
-inline void mask_scores(const SoftmaxState& softmax, int64_t at, int64_t first, Floats score[TILE][V]) {
+inline void mask_scores(const SoftmaxState& softmax, int64_t at, Floats score[TILE][V]) {
     for (int i = 0; i < TILE; i++)
         for (int v = 0; v < V; v++) {
-            const Words last = load_words(softmax.last + 16 * v);
-            const Mask visible = at + i < first ? 0 : at_least(last, splat_word(int32_t(at + i)));
+            const Words key = splat_word(int32_t(at + i));
+            const Mask visible = at_least(load_words(softmax.last + 16 * v), key) &
+                                 at_least(key, load_words(softmax.first + 16 * v));
             score[i][v] = select(visible, score[i][v], splat(-__builtin_inff()));
         }
 }
@@ -184,15 +189,12 @@ void raise_references(const Floats largest[V], Floats reference[V], Floats total
     }
 }
 
-// Attention of a block of queries to keys [begin, end), where `begin` is a multiple of TILE; none before
-// `first` counts. `products` has
+// Attention of a block of queries to keys [begin, end), where `begin` is a multiple of TILE. `products` has
 //   scores(at, score): adds the products of queries and TILE keys;
 //   add(from, to, probabilities): adds the products of probabilities and values to the outputs;
 //   rescale(factor): multiplies the outputs.
 template <typename Cells, int V, typename Products>
-void attend_keys(
-    float score_scale, SoftmaxState& softmax, const Products& products, int64_t begin, int64_t end, int64_t first
-) {
+void attend_keys(float score_scale, SoftmaxState& softmax, const Products& products, int64_t begin, int64_t end) {
     alignas(64) uint32_t probabilities[KEY_BLOCK / Cells::EACH * 16 * V];
     const Floats scale = splat(score_scale);
     Floats reference[V], total[V];
@@ -206,7 +208,7 @@ void attend_keys(
         for (int i = 0; i < TILE; i++)
             for (int v = 0; v < V; v++) score[i][v] = zero();
         products.scores(at, score);
-        if (at + TILE > softmax.min_last + 1 || at < first) mask_scores<V>(softmax, at, first, score);
+        if (at + TILE > softmax.min_last + 1 || at < softmax.max_first) mask_scores<V>(softmax, at, score);
         Floats largest[V];
         if (__builtin_expect(largest_scores<V>(score, scale, reference, largest), 0)) {
             Floats factor[V];
@@ -296,14 +298,13 @@ struct PackedProducts {
 };
 
 template <typename Cells>
-void attend_packed(const HeadShape& head, Block& block, const PackedKeys& keys, int64_t first) {
-    const int64_t end = std::min(keys.end, block.softmax.max_last + 1);
-    if (end <= keys.begin) return;
+void attend_packed(const HeadShape& head, Block& block, const PackedKeys& keys) {
+    const int64_t begin = std::max(keys.begin, block.softmax.min_first / TILE * TILE),
+                  end = std::min(keys.end, block.softmax.max_last + 1);
+    if (end <= begin) return;
     const auto run = [&](auto vectors) {
         constexpr int V = decltype(vectors)::value;
-        attend_keys<Cells, V>(
-            head.scale, block.softmax, PackedProducts<Cells, V>{head, block, keys}, keys.begin, end, first
-        );
+        attend_keys<Cells, V>(head.scale, block.softmax, PackedProducts<Cells, V>{head, block, keys}, begin, end);
     };
     switch (block.softmax.vectors) {
         case 1: run(std::integral_constant<int, 1>()); break;
@@ -329,21 +330,24 @@ void finish(const HeadShape& head, const Block& block, float* rows, Write&& writ
     }
 }
 
-// Keys and values [keys.begin, keys.end) of a source.
+// Keys and values [keys.begin, keys.end) of a source; those before `first` are not read.
 template <typename Cells, typename Source>
-void pack_keys(const HeadShape& head, const Source& source, const PackedKeys& keys) {
+void pack_keys(const HeadShape& head, const Source& source, int64_t first, const PackedKeys& keys) {
     for (int64_t tile = keys.begin; tile < keys.end; tile += TILE) {
-        const int64_t count = std::min(TILE, keys.end - tile);
+        const int64_t count = std::min(TILE, keys.end - tile), unread = first - tile;
         const auto lines = source.keys_and_values(tile, count);
         if (tile + PREFETCH_KEYS < keys.end)
             source.keys_and_values(tile + PREFETCH_KEYS, std::min(TILE, keys.end - tile - PREFETCH_KEYS)).fetch_all();
         uint32_t* to = keys.keys + (tile - keys.begin) * head.padded;
         pack_across<Cells>(
-            count, TILE, head.width, [&](int64_t i, int64_t cell) { return lines.key(Cells(), i, cell); }, to
+            count, TILE, head.width,
+            [&](int64_t i, int64_t cell) { return i < unread ? zero_words() : lines.key(Cells(), i, cell); }, to
         );
         for (int64_t i = 0; i < TILE; i += Cells::EACH)
             for (int64_t feature = 0; feature < head.width; feature += 2 * TILE) {
-                const auto value = [&](int64_t j) { return j < count ? lines.value(j, feature) : zero(); };
+                const auto value = [&](int64_t j) {
+                    return j < count && j >= unread ? lines.value(j, feature) : zero();
+                };
                 const Words cells = Cells::beside(value(i), value(i + 1));
                 to = keys.values + (feature / TILE * VALUE_STRIDE + tile + i - keys.begin) / Cells::EACH * TILE;
                 store_low_half(to, cells);
@@ -373,16 +377,16 @@ class Scratch {
     char* at_;
 };
 
-// Attention of `count` queries to keys from `first` on, in `memory`. The source has the queries, keys and values:
+// Attention of `count` queries, in `memory`. The source has the queries, keys and values:
 //   query(Cells, i, cell): 16 cells of query i, from `cell` on; fetch_query(i): prefetches it;
-//   last(i): the last key that query i attends to, which never decreases;
+//   first_key(i), last(i): the first and the last key that query i attends to, which never decrease;
 //   keys_and_values(position, count): for at most MAX_SOURCE_KEYS keys, an object with key(Cells, i, cell): 16 cells of
 //   a key; value(i, feature): 16 numbers of a value; and fetch_all(), which prefetches them; write(i, numbers): takes
 //   the output of query i.
 template <typename Cells, typename Source>
-void attend(const HeadShape& head, const Source& source, int64_t count, int64_t first, std::vector<float>& memory) {
+void attend(const HeadShape& head, const Source& source, int64_t count, std::vector<float>& memory) {
     const int64_t blocks = (count + BLOCK_QUERIES - 1) / BLOCK_QUERIES, end = source.last(count - 1) + 1,
-                  begin = first / TILE * TILE;
+                  first = source.first_key(0), begin = first / TILE * TILE;
     const int64_t key_words = (std::min(KEY_PACK, end - begin) + TILE - 1) / TILE * TILE * head.padded;
     const int64_t value_words = (head.tiles + 1) * TILE * VALUE_STRIDE / Cells::EACH,
                   row_floats = 16 * (head.tiles * TILE + 15);
@@ -412,8 +416,8 @@ void attend(const HeadShape& head, const Source& source, int64_t count, int64_t 
     }
     for (keys.begin = begin; keys.begin < end; keys.begin = keys.end) {
         keys.end = std::min(keys.begin + KEY_PACK, end);
-        pack_keys<Cells>(head, source, keys);
-        for (int64_t b = 0; b < blocks; b++) attend_packed<Cells>(head, block[b], keys, first);
+        pack_keys<Cells>(head, source, first, keys);
+        for (int64_t b = 0; b < blocks; b++) attend_packed<Cells>(head, block[b], keys);
     }
     for (int64_t b = 0; b < blocks; b++)
         finish(head, block[b], rows, [&](int64_t i, const float* numbers) {

@@ -37,8 +37,8 @@ struct TiledHead {
 template <int T>
 struct QueryBlock {
     static constexpr int64_t ROWS = T * AMX_ROWS;
-    int64_t count, max_last;  // queries; the largest of `last`
-    int64_t last[ROWS];       // the last key that a query attends to
+    int64_t count, max_last;          // queries; the largest of `last`
+    int64_t first[ROWS], last[ROWS];  // the first and the last key that a query attends to
     float reference[ROWS];
     uint32_t* queries;  // [ROWS, steps, 16]
     // [ROWS, row()]: products of probabilities with values; [ROWS, 16]: parts of the probabilities' sums
@@ -47,23 +47,25 @@ struct QueryBlock {
     static int64_t floats(const TiledHead& head) {
         return Scratch::floats<uint32_t>(ROWS * 16 * head.steps) + Scratch::floats<float>(ROWS * (head.row() + 16));
     }
-    // Queries [first, first + number) of a source.
+    // Queries [from, from + number) of a source.
     template <typename Source>
-    void begin(const TiledHead& head, const Source& source, int64_t first, int64_t number, Scratch& scratch) {
-        count = number, max_last = source.last(first + number - 1);
+    void begin(const TiledHead& head, const Source& source, int64_t from, int64_t number, Scratch& scratch) {
+        count = number, max_last = source.last(from + number - 1);
         queries = scratch.take<uint32_t>(ROWS * 16 * head.steps);
         out = scratch.take<float>(ROWS * (head.row() + 16)), sums = out + ROWS * head.row();
         std::fill_n(out, ROWS * (head.row() + 16), 0.0f);
         std::fill_n(reference, ROWS, LOWEST_REFERENCE);
         for (int64_t i = 0; i < ROWS; i++) {
-            if (i < count) last[i] = source.last(first + i);
+            if (i < count) first[i] = source.first_key(from + i), last[i] = source.last(from + i);
             for (int64_t cell = 0; cell < 16 * head.steps; cell += 16)
                 store_words(
                     queries + i * 16 * head.steps + cell,
-                    i < count ? source.query(Bf16Cells(), first + i, cell) : zero_words()
+                    i < count ? source.query(Bf16Cells(), from + i, cell) : zero_words()
                 );
         }
     }
+    // Steps of a block of keys from `at` on that no query attends to, if the block has a key that one attends to.
+    int64_t skipped(int64_t at) const { return std::max(first[0] - at, int64_t(0)) / STEP_KEYS; }
     // Passes each query's output, divided by its sum, to write(query, numbers).
     template <typename Write>
     void finish(const TiledHead& head, Write&& write) {
@@ -103,18 +105,21 @@ inline ALWAYS void pack_tile(
         }
 }
 
-// Keys and values [keys.begin, keys.end) of a source, up to a multiple of STEP_KEYS.
+// Keys and values [keys.begin, keys.end) of a source, up to a multiple of STEP_KEYS; those before `first` are not read.
 template <typename Source>
-void pack_tiles(const TiledHead& head, const Source& source, const TiledKeys& keys) {
+void pack_tiles(const TiledHead& head, const Source& source, int64_t first, const TiledKeys& keys) {
     const int64_t padded_end = keys.begin + (keys.end - keys.begin + STEP_KEYS - 1) / STEP_KEYS * STEP_KEYS;
     for (int64_t at = keys.begin; at < padded_end; at += 16) {
-        const int64_t count = std::clamp<int64_t>(keys.end - at, 0, 16);
+        const int64_t count = std::clamp<int64_t>(keys.end - at, 0, 16), unread = first - at;
         const auto lines = source.keys_and_values(std::min(at, keys.end), count);
         if (at + 32 < keys.end) source.keys_and_values(at + 32, std::min<int64_t>(16, keys.end - at - 32)).fetch_all();
         pack_tile(
-            head, keys, at, count, [&](int64_t i, int64_t cell) ALWAYS { return lines.key(Bf16Cells(), i, cell); },
+            head, keys, at, count,
+            [&](int64_t i, int64_t cell) ALWAYS { return i < unread ? zero_words() : lines.key(Bf16Cells(), i, cell); },
             [&](int64_t i, int64_t feature, Words(&cells)[2]) ALWAYS {
-                const auto value = [&](int64_t j, int64_t f) ALWAYS { return j < count ? lines.value(j, f) : zero(); };
+                const auto value = [&](int64_t j, int64_t f) ALWAYS {
+                    return j < count && j >= unread ? lines.value(j, f) : zero();
+                };
                 cells[0] = Bf16Cells::beside(value(i, feature), value(i + 1, feature));
                 cells[1] = Bf16Cells::beside(value(i, feature + 16), value(i + 1, feature + 16));
             }
@@ -129,16 +134,17 @@ class TiledAttention {
     ~TiledAttention() { release_tiles(); }
     TiledAttention(const TiledAttention&) = delete;
 
-    // A block of queries over packed keys; none before `first` counts.
+    // A block of queries over packed keys.
     template <int T>
-    void attend_keys(QueryBlock<T>& block, const TiledKeys& keys, int64_t first) {
-        const int64_t end = std::min(keys.end, block.max_last + 1);
-        for (int64_t at = keys.begin; at < end; at += KEY_BLOCK) {
+    void attend_keys(QueryBlock<T>& block, const TiledKeys& keys) {
+        const int64_t begin = std::max(keys.begin, block.first[0] / KEY_BLOCK * KEY_BLOCK),
+                      end = std::min(keys.end, block.max_last + 1);
+        for (int64_t at = begin; at < end; at += KEY_BLOCK) {
             const uint32_t* const packed = keys.keys + (at - keys.begin) * head_.steps * 16;
             const uint32_t* const values = keys.values + (at - keys.begin) / 2 * head_.row();
             with_steps((std::min(end - at, KEY_BLOCK) + STEP_KEYS - 1) / STEP_KEYS, [&](auto S) ALWAYS {
-                score<T, S()>(block.queries, packed);
-                exponentiate_and_add<T, S()>(block, at, first, values);
+                score<T, S()>(block.queries, packed, block.skipped(at));
+                exponentiate_and_add<T, S()>(block, at, values);
             });
         }
     }
@@ -154,23 +160,25 @@ class TiledAttention {
             default: f(std::integral_constant<int, 4>());
         }
     }
-    // Of keys from `at` on: [T * AMX_ROWS, KEY_BLOCK].
+    // Of keys from `at` on: [T * AMX_ROWS, KEY_BLOCK]. Skipped steps may have any scores.
     float* scores() { return scores_; }
     // Makes probabilities of the scores of S steps of keys, and adds their products with values.
     template <int T, int S>
-    void exponentiate_and_add(QueryBlock<T>& block, int64_t at, int64_t first, const uint32_t* values) {
-        for (int64_t r = 0; r < block.count; r++) exponentiate<T, S>(block, r, at, first);
+    void exponentiate_and_add(QueryBlock<T>& block, int64_t at, const uint32_t* values) {
+        const int64_t skipped = block.skipped(at);
+        for (int64_t r = 0; r < block.count; r++) exponentiate<T, S>(block, r, at);
         for (int64_t v = 0; v < head_.vectors; v += 2) {
-            if (v + 1 < head_.vectors) add<T, S, 2>(block.out + 16 * v, values + 16 * v);
-            else add<T, S, 1>(block.out + 16 * v, values + 16 * v);
+            if (v + 1 < head_.vectors) add<T, S, 2>(block.out + 16 * v, values + 16 * v, skipped);
+            else add<T, S, 1>(block.out + 16 * v, values + 16 * v, skipped);
         }
     }
 
   private:
     template <int T, int S>
-    void score(const uint32_t* queries, const uint32_t* keys) {
+    void score(const uint32_t* queries, const uint32_t* keys, int64_t skipped) {
         const int64_t lda = 64 * head_.steps, next = 256 * head_.steps;
-        for (int64_t at = 0; at < S * STEP_KEYS; at += STEP_KEYS, keys += 2 * next) {
+        keys += 2 * next * skipped;
+        for (int64_t at = skipped * STEP_KEYS; at < S * STEP_KEYS; at += STEP_KEYS, keys += 2 * next) {
             zero_tiles<2 * T>();
             for (int64_t step = 0; step < head_.steps; step++)
                 multiply<T, 2>(queries + 16 * step, lda, keys + 256 * step, keys + next + 256 * step, AMX_BYTES);
@@ -180,15 +188,15 @@ class TiledAttention {
 
     // Probabilities of query r.
     template <int T, int S>
-    void exponentiate(QueryBlock<T>& block, int64_t r, int64_t at, int64_t first) {
+    void exponentiate(QueryBlock<T>& block, int64_t r, int64_t at) {
         constexpr int V = 2 * S;
         float* const sum = block.sums + 16 * r;
         Floats score[V];
         unrolled<V>([&](int v) ALWAYS { score[v] = load_floats(scores_ + r * KEY_BLOCK + 16 * v); });
-        const int64_t left = block.last[r] + 1 - at;
-        if (left < 16 * V || at < first)
+        const int64_t left = block.last[r] + 1 - at, before = block.first[r] - at;
+        if (left < 16 * V || before > 0)
             for (int v = 0; v < V; v++) {
-                const Mask visible = lanes(left - 16 * v) & ~lanes(first - at - 16 * v);
+                const Mask visible = lanes(left - 16 * v) & ~lanes(before - 16 * v);
                 score[v] = select(visible, score[v], splat(-__builtin_inff()));
             }
         Floats largest = score[0];
@@ -214,9 +222,9 @@ class TiledAttention {
 
     // out [T * AMX_ROWS, row()] += probabilities times V vectors of values.
     template <int T, int S, int V>
-    void add(float* out, const uint32_t* values) {
+    void add(float* out, const uint32_t* values, int64_t skipped) {
         load<T, V>(out, head_.row());
-        for (int64_t at = 0; at < S * PAIR_ROWS; at += PAIR_ROWS) {
+        for (int64_t at = skipped * PAIR_ROWS; at < S * PAIR_ROWS; at += PAIR_ROWS) {
             const uint32_t* columns = values + at * head_.row();
             multiply<T, V>(probabilities_ + at, 2 * KEY_BLOCK, columns, columns + 16, 4 * head_.row());
         }
@@ -261,12 +269,10 @@ class TiledAttention {
 
 // `attend` of flash.h.
 template <typename Source>
-void attend_in_tiles(
-    const TiledHead& head, const Source& source, int64_t count, int64_t first, std::vector<float>& memory
-) {
+void attend_in_tiles(const TiledHead& head, const Source& source, int64_t count, std::vector<float>& memory) {
     using Block = QueryBlock<2>;
-    const int64_t blocks = (count + Block::ROWS - 1) / Block::ROWS, begin = first / KEY_BLOCK * KEY_BLOCK,
-                  end = source.last(count - 1) + 1;
+    const int64_t blocks = (count + Block::ROWS - 1) / Block::ROWS, first = source.first_key(0),
+                  begin = first / KEY_BLOCK * KEY_BLOCK, end = source.last(count - 1) + 1;
     const int64_t packed = std::min(KEY_PACK, (end - begin + STEP_KEYS - 1) / STEP_KEYS * STEP_KEYS);
     const int64_t key_words = packed * head.steps * 16, value_words = packed / 2 * head.row();
     Scratch scratch(
@@ -286,8 +292,8 @@ void attend_in_tiles(
     TiledAttention attention(head);
     for (keys.begin = begin; keys.begin < end; keys.begin = keys.end) {
         keys.end = std::min(keys.begin + KEY_PACK, end);
-        pack_tiles(head, source, keys);
-        for (int64_t b = 0; b < blocks; b++) attention.attend_keys(block[b], keys, first);
+        pack_tiles(head, source, first, keys);
+        for (int64_t b = 0; b < blocks; b++) attention.attend_keys(block[b], keys);
     }
     for (int64_t b = 0; b < blocks; b++)
         block[b].finish(head, [&](int64_t i, const float* numbers) { source.write(b * Block::ROWS + i, numbers); });
@@ -297,16 +303,14 @@ void attend_in_tiles(
 
 // Attention of `count` queries, with products of T, by what this processor has for them: `attend` or `attend_in_tiles`.
 template <typename T, typename Source>
-void attend_many(
-    int64_t width, float scale, const Source& source, int64_t count, int64_t first, std::vector<float>& memory
-) {
+void attend_many(int64_t width, float scale, const Source& source, int64_t count, std::vector<float>& memory) {
 #if AMX_TILES
     if constexpr (!std::is_same_v<T, float>) {
-        attend_in_tiles(TiledHead(width, scale), source, count, first, memory);
+        attend_in_tiles(TiledHead(width, scale), source, count, memory);
         return;
     }
 #endif
-    attend<CellsOf<T>>(HeadShape::of<CellsOf<T>>(width, scale), source, count, first, memory);
+    attend<CellsOf<T>>(HeadShape::of<CellsOf<T>>(width, scale), source, count, memory);
 }
 
 }  // namespace

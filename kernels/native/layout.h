@@ -56,6 +56,7 @@ void add_attention_shape(Layout& layout) {
     FIELD(AttentionShape, scale); FIELD(AttentionShape, norm_eps); FIELD(AttentionShape, q_norm);
     FIELD(AttentionShape, k_norm); FIELD(AttentionShape, pairs); FIELD(AttentionShape, rotations);
     FIELD(AttentionShape, axes); FIELD(AttentionShape, column); FIELD(AttentionShape, norm_whole);
+    FIELD(AttentionShape, window); FIELD(AttentionShape, head_gate);
 }
 
 void add_delta_shape(Layout& layout) {

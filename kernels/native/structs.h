@@ -87,7 +87,7 @@ struct Experts {
 };
 
 // Attention of one layer. A row of `wide` has a token's queries, keys, values and, if GATE follows, a gate for each
-// number of the queries.
+// number of the queries, or for each head.
 struct AttentionShape {
     int64_t q_heads, kv_heads, width;  // width: of a head
     float scale;                       // of products of queries and keys
@@ -101,6 +101,8 @@ struct AttentionShape {
     // HEADS: whether all queries of a token have one norm together, and all keys; q_norm and k_norm have a number for
     // each
     int64_t norm_whole;
+    int64_t window;     // ATTENTION: how many latest keys a token attends to, its own included; 0: all
+    int64_t head_gate;  // GATE: whether a head has one gate
 };
 
 // A mixer of the gated delta rule.

@@ -121,7 +121,7 @@ class AttentionShape(Structure):
     _fields_ = [
         ("q_heads", c_int64), ("kv_heads", c_int64), ("width", c_int64), ("scale", c_float), ("norm_eps", c_float),
         ("q_norm", c_void_p), ("k_norm", c_void_p), ("pairs", c_int64), ("rotations", c_void_p), ("axes", c_void_p),
-        ("column", c_int64), ("norm_whole", c_int64),
+        ("column", c_int64), ("norm_whole", c_int64), ("window", c_int64), ("head_gate", c_int64),
     ]  # fmt: skip
 
 

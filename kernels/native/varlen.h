@@ -30,6 +30,7 @@ struct PackedSequence {  // a source, see `attend`: one head of a sequence; `fir
     const T* row(const void* rows_of_all, int64_t i) const {
         return static_cast<const T*>(rows_of_all) + (begin + i) * a.stride + head * a.head_stride;
     }
+    int64_t first_key(int64_t) const { return 0; }
     int64_t last(int64_t) const { return rows - 1; }
     template <typename Cells>
     Words query(Cells, int64_t i, int64_t cell) const {
@@ -74,8 +75,8 @@ void varlen_unit(const VarlenAttention& a, int64_t unit, std::vector<float>& scr
     const int64_t first = whole * part / blocks * BLOCK_QUERIES,
                   end = std::min(whole * (part + 1) / blocks * BLOCK_QUERIES, rows);
     const auto attend_with = [&](const auto& source) {
-        if (a.kind == BF16) attend_many<uint16_t>(a.width, a.scale, source, end - first, 0, scratch);
-        else attend_many<float>(a.width, a.scale, source, end - first, 0, scratch);
+        if (a.kind == BF16) attend_many<uint16_t>(a.width, a.scale, source, end - first, scratch);
+        else attend_many<float>(a.width, a.scale, source, end - first, scratch);
     };
     if (a.stored_bf16) attend_with(PackedSequence<uint16_t>{a, begin, rows, unit % a.heads, first});
     else attend_with(PackedSequence<float>{a, begin, rows, unit % a.heads, first});

@@ -31,6 +31,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "whole norms": PLAIN | {"qk_norm": 1e-5, "qk_norm_whole": True, "rope": Rope(8, 50.0)},
     "biases": {"attention_bias": True},
     "wide": {"head_dim": 256, "rope": WIDE},
+    "window": {"window": 5, "gate": False, "head_gate": True},
+    "window of one": PLAIN | {"window": 1, "head_gate": True, "attention_bias": True},
 }
 
 
@@ -104,6 +106,8 @@ def test_bfloat16_is_no_further_from_float32_than_the_operations() -> None:
         pytest.param("all", torch.float32, "int4", id="int4"),
         pytest.param("wide", torch.float32, None, id="wide-fp32"),
         pytest.param("wide", torch.bfloat16, None, id="wide-bf16"),
+        pytest.param("window", torch.float32, None, id="window-fp32"),
+        pytest.param("window", torch.bfloat16, "int8", id="window-int8"),
     ],
 )
 def test_bits_do_not_depend_on_how_a_token_came(changes: str, dtype: torch.dtype, kind: str | None) -> None:
@@ -131,10 +135,12 @@ def test_bits_do_not_depend_on_how_a_token_came(changes: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("width", [40, 256])
-def test_bits_do_not_depend_on_chunks_where_scores_of_any_size_come_late(width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("width", "window"), [(40, None), (256, None), (40, 150)])
+def test_bits_do_not_depend_on_chunks_where_scores_of_any_size_come_late(
+    width: int, window: int | None, dtype: torch.dtype
+) -> None:
     """Over several windows of keys; a chunk is up to 16 queries of a key/value head, or more."""
-    config = gated_config("*", head_dim=width, **PLAIN)
+    config = gated_config("*", head_dim=width, **PLAIN, window=window)
     weights = dict(random_weights(config))
     weights["model.layers.0.mixer.q_proj.weight"] *= 4000 / width
     prompt = torch.randint(97, (410,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -115,13 +115,15 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
 
 
 class Attention:
-    """One attention operation over scattered pages; memory outside the rows is NaN."""
+    """One attention operation over scattered pages; memory outside the rows is NaN. `window`: 0 for none."""
 
-    def __init__(self, heads: tuple[int, int], width: int, dtype: torch.dtype, page: int, first_key: int = 0) -> None:
+    def __init__(
+        self, heads: tuple[int, int], width: int, dtype: torch.dtype, page: int, first_key: int = 0, window: int = 0
+    ) -> None:
         self.q_heads, self.kv_heads = heads
-        self.width, self.page, self.first = width, page, first_key
+        self.width, self.page, self.first, self.window = width, page, first_key, window
         config = tiny_config("*")
-        self.shape = AttentionShape(*heads, width, width**-0.5)
+        self.shape = AttentionShape(*heads, width, width**-0.5, window=window)
         self.operations = Operations(config, DecoderOptions(dtype=dtype, page_size=page), config.mixers)
         self.order = torch.randperm(200, generator=torch.Generator().manual_seed(page))
         self.clear()
@@ -153,7 +155,8 @@ class Attention:
         k, v = (part.repeat_interleave(self.q_heads // self.kv_heads, 1) for part in stored.split(self.kv_heads, dim=1))
         scores = torch.einsum("thw,shw->hts", x[:, : self.q_heads].double(), k) * self.width**-0.5
         places = torch.arange(len(x))
-        scores.masked_fill_((places > places[:, None]) | (places < self.first), -torch.inf)
+        behind = places[:, None] - places
+        scores.masked_fill_((behind < 0) | (behind >= (self.window or len(x))) | (places < self.first), -torch.inf)
         return torch.einsum("hts,shw->thw", scores.softmax(-1).nan_to_num(0.0), v)
 
     def run(self, rows: list[tuple[Tensor, int, int, int]], scans: int) -> list[Tensor]:
@@ -167,6 +170,9 @@ class Attention:
         o._mid.fill_(torch.nan)
         positions = [torch.arange(begin, end) for _, _, begin, end in rows]
         places = torch.cat([t[p // self.page] * self.page + p % self.page for t, p in zip(table_of, positions)])
+        for table, (_, _, begin, _) in zip(table_of, rows):
+            if self.window:  # pages before the window of the first token
+                self.pages[table[: max(begin + 1 - self.window, 0) // self.page]] = torch.nan
         alone = len(rows) - scans
         lengths = torch.cat([*positions[:alone], torch.zeros(0, dtype=torch.int64)]) + 1
         owners = [table.expand(count, -1) for table, count in zip(table_of[:alone], counts)]
@@ -190,9 +196,12 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(("width", "page"), [(64, 16), (8, 4), (72, 5), (5, 16), (256, 16)])
-def test_attention_of_a_prompt(heads: tuple[int, int], width: int, page: int, dtype: torch.dtype) -> None:
-    attention = Attention(heads, width, dtype, page)
+@pytest.mark.parametrize(
+    ("width", "page", "window"),
+    [(64, 16, 0), (8, 4, 0), (72, 5, 0), (5, 16, 0), (256, 16, 0), (64, 16, 33), (8, 4, 1), (5, 16, 8), (72, 5, 149)],
+)
+def test_attention_of_a_prompt(heads: tuple[int, int], width: int, page: int, window: int, dtype: torch.dtype) -> None:
+    attention = Attention(heads, width, dtype, page, window=window)
     x = attention.inputs(150, deviation=3.0)
     expected = attention.exact(x)
     (found,) = attention.run([(x, 0, 0, 150)], scans=1)
@@ -202,14 +211,20 @@ def test_attention_of_a_prompt(heads: tuple[int, int], width: int, page: int, dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(("width", "page", "first_key"), [(64, 16, 0), (8, 4, 1), (5, 16, 0), (24, 7, 9), (256, 16, 0)])
+@pytest.mark.parametrize(
+    ("width", "page", "first_key", "window"),
+    [
+        (64, 16, 0, 0), (8, 4, 1, 0), (5, 16, 0, 0), (24, 7, 9, 0), (256, 16, 0, 0),
+        (64, 16, 0, 5), (8, 4, 0, 32), (5, 16, 0, 20), (24, 7, 9, 30), (256, 16, 0, 1),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_attention_of_a_token_does_not_depend_on_how_it_came(
-    heads: tuple[int, int], width: int, page: int, first_key: int, dtype: torch.dtype, threads: int
+    heads: tuple[int, int], width: int, page: int, first_key: int, window: int, dtype: torch.dtype, threads: int
 ) -> None:
     """Bit by bit: whole, in chunks, token by token, as a row of drafts, next to another row, with any number of
-    threads."""
-    attention = Attention(heads, width, dtype, page, first_key)
+    threads. Pages before a row's window are NaN."""
+    attention = Attention(heads, width, dtype, page, first_key, window)
     x, y = attention.inputs(141, deviation=4.0), attention.inputs(30)
     (whole,) = attention.run([(x, 0, 0, 141)], scans=1)
     assert not whole.isnan().any() and (whole[:first_key] == 0).all()
@@ -264,3 +279,20 @@ def test_more_keys_than_are_packed_at_once() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.02)
     (last,) = attention.run([(x, 0, 1499, 1500)], scans=0)
     assert torch.equal(last[0], found[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 31, 128, 129, 700, 1500, 4000])
+def test_windows_in_long_prompts(window: int, dtype: torch.dtype) -> None:
+    """Whole, and in parts that begin anywhere; a window that holds all keys changes no bit."""
+    attention = Attention((2, 1), 16, dtype, 16, window=window)
+    x = attention.inputs(1500)
+    (whole,) = attention.run([(x, 0, 0, 1500)], scans=1)
+    expected = attention.exact(x)
+    tolerance = 0.03 if dtype == torch.bfloat16 else 2e-5
+    torch.testing.assert_close(whole.double(), expected, rtol=0, atol=tolerance * expected.abs().max().item())
+    bounds = [0, 1, 140, 141, 600, 607, 1024, 1400, 1499, 1500]
+    parts = [attention.run([(x, 0, begin, end)], scans=end - begin > 8) for begin, end in zip(bounds, bounds[1:])]
+    assert torch.equal(torch.cat([part for (part,) in parts]), whole)
+    if window >= 1500:
+        assert torch.equal(Attention((2, 1), 16, dtype, 16).run([(x, 0, 0, 1500)], scans=1)[0], whole)
