@@ -18,6 +18,8 @@ def cases(shape: ModelShape) -> Iterator[Case]:
         name = str(dtype).removeprefix("torch.")
         gate = meta(64, 3 * width, dtype=dtype)[:, width : 2 * width]
         yield Case(f"sigmoid {name}", partial(sigmoid_gate, meta(64, width, dtype=dtype), gate))
+        of_heads = meta(64, 3 * shape.heads, dtype=dtype)[:, : shape.heads]
+        yield Case(f"sigmoid heads {name}", partial(sigmoid_gate, meta(64, width, dtype=dtype), of_heads))
         yield Case(f"swiglu {name}", partial(swiglu, meta(64, 2 * shape.intermediate, dtype=dtype)))
         rows = meta(64, shape.hidden, dtype=dtype)
         yield Case(f"add {name}", partial(add_gated, rows, rows, rows, meta(1, shape.hidden)))

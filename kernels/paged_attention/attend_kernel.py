@@ -79,6 +79,7 @@ def attend(
     FRESH: tl.constexpr,
     WRITE: tl.constexpr,
     SKIPS: tl.constexpr,
+    WINDOW: tl.constexpr,  # latest keys that a query attends to, its own included; 0: all
 ):
     PER_BLOCK: tl.constexpr = BLOCK_M // GROUP
     i_head = tl.program_id(1)
@@ -136,9 +137,14 @@ def attend(
 
     blocks_old = tl.cdiv(old, BLOCK_N)
     blocks = blocks_old + (tl.cdiv(new, BLOCK_N) if FRESH else 0)
+    start = 0
+    if WINDOW:
+        position = length - 1 if DECODE else old + first
+        open_from = tl.maximum(position + 1 - WINDOW, 0)  # the first key that the program reads
+        start = tl.where(open_from < old, open_from // BLOCK_N, blocks_old + (open_from - old) // BLOCK_N)
     # Splits depend on the row's own length only, so that other rows of the batch do not change its rounding.
-    share = tl.maximum(tl.cdiv(blocks, SPLITS), SPLIT // BLOCK_N) if SPLITS > 1 else blocks
-    low = i_split * share
+    share = tl.maximum(tl.cdiv(blocks - start, SPLITS), SPLIT // BLOCK_N) if SPLITS > 1 else blocks - start
+    low = start + i_split * share
     high = tl.minimum(low + share, blocks)
     acc = tl.zeros([BLOCK_M, BLOCK_P], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -149,7 +155,7 @@ def attend(
     p_table = p_tables + i_row.to(tl.int64) * table_row
     p_side = p_pool + i_head.to(tl.int64) * pool_head
     masked_old = low
-    if not SKIPS and not DECODE:
+    if not SKIPS and not DECODE and not WINDOW:
         masked_old = tl.maximum(low, old // BLOCK_N)
         for i in range(low, tl.minimum(high, old // BLOCK_N)):
             o_key = i * BLOCK_N + o_n
@@ -163,16 +169,22 @@ def attend(
         m_n = o_key < old
         if SKIPS:
             m_n = m_n & (o_key >= skip)
+        m_open = m_n[None, :]
+        if WINDOW:
+            m_n = m_n & (o_key >= open_from)
+            m_open = m_n[None, :]
+            if not DECODE:
+                m_open = m_open & (o_key[None, :] + WINDOW > old + o_token[:, None])
         page = tl.load(p_table + o_key // SIZE, mask=m_n, other=0).to(tl.int64)
         at = page * pool_page + (o_key % SIZE) * pool_place
         k = _load(p_side + at[None, :] + o_p[:, None], m_n[None, :] & m_p[:, None], True)
         v = _load(p_side + pool_side + at[:, None] + o_p[None, :], m_n[:, None] & m_p[None, :], True)
-        acc, top, total = _update(q, k, v, m_n[None, :], acc, top, total, scale, True)
+        acc, top, total = _update(q, k, v, m_open, acc, top, total, scale, True)
     if FRESH:
         p_k_head = p_k + i_head.to(tl.int64) * k_head
         p_v_head = p_v + i_head.to(tl.int64) * v_head
         masked_new = tl.maximum(low, blocks_old)
-        if not DECODE:
+        if not DECODE and not WINDOW:
             open_new = blocks_old + tl.minimum(first + 1, new) // BLOCK_N
             for i in range(masked_new, tl.minimum(high, open_new)):
                 at = (begin + (i - blocks_old) * BLOCK_N + o_n).to(tl.int64)
@@ -187,6 +199,8 @@ def attend(
             k = _load(p_k_head + (at * k_token)[None, :] + o_p[:, None], m_n[None, :] & m_p[:, None], True)
             v = _load(p_v_head + (at * v_token)[:, None] + o_p[None, :], m_n[:, None] & m_p[None, :], True)
             m_open = m_n[None, :] & (o_key[None, :] <= o_token[:, None])
+            if WINDOW:
+                m_open = m_open & (o_key[None, :] + WINDOW > o_token[:, None])
             acc, top, total = _update(q, k, v, m_open, acc, top, total, scale, True)
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]

@@ -13,10 +13,11 @@ from kernels.shapes import Case, ModelShape, meta
 
 PAGE = 16
 LONGEST = 8192
+WINDOW = 256
 
 
 def cases(shape: ModelShape) -> Iterator[Case]:
-    """Decode with and without the write, prompt chunks, and rows of a few drafts."""
+    """Decode with and without the write, prompt chunks, and rows of a few drafts; with and without a window."""
     scale = shape.head_dim**-0.5
     tables = meta(64, LONGEST // PAGE, dtype=torch.int64)
     rows = meta(64, dtype=torch.int64)
@@ -35,7 +36,9 @@ def cases(shape: ModelShape) -> Iterator[Case]:
         yield Case(f"decode {name}", partial(decode, LONGEST))
         yield Case(f"decode short {name}", partial(decode, 256))
         yield Case(f"decode write {name}", partial(decode, LONGEST, (k, v, rows)))
+        yield Case(f"decode window {name}", partial(decode, LONGEST, (k, v, rows), WINDOW))
         yield Case(f"write {name}", partial(write_kv, pool, k, v, rows))
         for kind, tokens in (("speculative", 256), ("chunks", 512), ("prefill", 4096)):
             given = (*new(tokens), pool, tables, rows, starts, scale, meta(tokens, dtype=torch.int64))
             yield Case(f"{kind} {name}", partial(extend_attention, *given))
+            yield Case(f"{kind} window {name}", partial(extend_attention, *given, WINDOW))

@@ -61,20 +61,21 @@ def decode_attention(
     scale: float,
     longest: int,
     fresh: tuple[Tensor, Tensor, Tensor] | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Like the reference. No host sync; `longest`, an upper bound, only determines the grid of splits."""
     k, v, places = fresh or (q_RQP, q_RQP, None)
-    return _launch(
-        q_RQP, k, v, pool_B2SKP, tables_RW, lengths_R, None, places, scale, longest, decode=True, fresh=bool(fresh)
-    )
+    given = (q_RQP, k, v, pool_B2SKP, tables_RW, lengths_R, None, places, scale, longest)
+    return _launch(*given, decode=True, fresh=bool(fresh), window=window)
 
 
 def decode_attention_after(
-    q_RQP: Tensor, pool_B2SKP: Tensor, tables_RW: Tensor, lengths_R: Tensor, first: int, scale: float, longest: int
-) -> Tensor:
+    q_RQP: Tensor, pool_B2SKP: Tensor, tables_RW: Tensor, lengths_R: Tensor, first: int, scale: float, longest: int,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
     """Like the reference. No host sync."""
     given = (q_RQP, q_RQP, q_RQP, pool_B2SKP, tables_RW, lengths_R, None, None, scale, longest)
-    return _launch(*given, decode=True, fresh=False, skip=first)
+    return _launch(*given, decode=True, fresh=False, skip=first, window=window)
 
 
 def extend_attention(
@@ -87,13 +88,13 @@ def extend_attention(
     starts_R: Tensor,
     scale: float,
     places_T: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Like the reference. No host sync: the rows' lengths are read on the device. New keys are read from `k` and `v`,
     never from the pages, which the same launch may be writing."""
     longest = tables_RW.shape[1] * pool_B2SKP.shape[2] + k_TKP.shape[0]
-    return _launch(
-        q_TQP, k_TKP, v_TKP, pool_B2SKP, tables_RW, computed_R, starts_R, places_T, scale, longest, decode=False
-    )
+    given = (q_TQP, k_TKP, v_TKP, pool_B2SKP, tables_RW, computed_R, starts_R, places_T, scale, longest)
+    return _launch(*given, decode=False, window=window)
 
 
 def tile(dtype: torch.dtype, device: torch.device, queries: int, width: int) -> Tile:
@@ -125,6 +126,7 @@ def _launch(
     decode: bool,
     fresh: bool = True,
     skip: int = 0,
+    window: int | None = None,
 ) -> Tensor:
     tokens, heads, width = q_TQP.shape
     out_TQP = torch.empty(tokens, heads, width, dtype=q_TQP.dtype, device=q_TQP.device)
@@ -136,6 +138,8 @@ def _launch(
     chosen = tile(q_TQP.dtype, q_TQP.device, group * per_row, width)
     block_m = max(chosen.queries, triton.next_power_of_2(group))
     per_block = block_m // group
+    if window is not None:  # the keys of a program: those of its tokens' windows, and the rest of two blocks
+        longest = min(longest, window + per_block + 2 * chosen.keys)
     parts = splits(tokens, longest)
     part = lse = out_TQP
     if parts > 1:
@@ -188,6 +192,7 @@ def _launch(
         FRESH=fresh,
         WRITE=places_T is not None,
         SKIPS=skip > 0,
+        WINDOW=window or 0,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
     )

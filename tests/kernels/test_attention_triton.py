@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from triton_kernels import DEVICE, assert_as_good, poisoned
 
+from kernels.launch import recording
 from kernels.paged_attention import kernel as paged
 from kernels.paged_attention import reference as paged_reference
 from kernels.varlen_attention import kernel as varlen
@@ -41,14 +42,17 @@ class Pages:
         positions = torch.arange(begin, end)
         return self.tables[row][positions // SIZE] * SIZE + positions % SIZE
 
-    def write(self, row: int, end: int) -> None:
-        paged_reference.write_kv(self.pool, self.k[row][:end], self.v[row][:end], self.places(row, 0, end))
+    def write(self, row: int, end: int, begin: int = 0) -> None:
+        begin = min(begin, end)
+        k, v = self.k[row][begin:end], self.v[row][begin:end]
+        paged_reference.write_kv(self.pool, k, v, self.places(row, begin, end))
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Attention of the last `len(q)` of k's positions, in `dtype`, one head at a time."""
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype, window: int = 1000) -> Tensor:
+    """Attention of the last `len(q)` of k's positions to their latest keys, in `dtype`, one head at a time."""
     new, total, per = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
-    hidden = torch.arange(total) > torch.arange(total - new, total)[:, None]
+    behind = torch.arange(total - new, total)[:, None] - torch.arange(total)
+    hidden = (behind < 0) | (behind >= window)
     outs = [
         (q[:, h].to(dtype) @ k[:, h // per].to(dtype).T * scale).masked_fill(hidden, float("-inf")).softmax(-1)
         @ v[:, h // per].to(dtype)
@@ -143,6 +147,67 @@ def test_extend_with_fused_write(old: list[int], new: list[int], heads: int, wid
             assert_as_good(out[part], causal(*given, torch.float64), causal(*given, dtype))
             stored = pages.pool[pages.tables[row, : -(-pages.lengths[row] // SIZE)]]
             assert torch.equal(stored[:, 0].flatten(0, 1)[: pages.lengths[row]], pages.k[row])
+
+
+@pytest.mark.usefixtures("short_splits")
+@pytest.mark.parametrize("fused", [False, True], ids=["read", "fused"])
+@pytest.mark.parametrize(
+    ("window", "dtype"), [(1, torch.float32), (16, torch.float32), (33, torch.bfloat16), (1000, torch.float32)]
+)
+def test_decode_in_a_window(window: int, dtype: torch.dtype, fused: bool) -> None:
+    """Keys before the window are NaN."""
+    pages = Pages([1, 17, 33, 65, 100, 1], 2, 24, dtype)
+    lengths, q = torch.tensor([1, 17, 33, 65, 100, 0]), torch.randn(6, 4, 24).to(dtype)
+    for row, length in enumerate(lengths.tolist()):
+        pages.write(row, max(length - fused, 0), max(length - window, 0))
+    fresh = None
+    if fused:
+        last = [length - 1 for length in pages.lengths]
+        k, v = (torch.stack([side[row][at] for row, at in enumerate(last)]) for side in (pages.k, pages.v))
+        places = torch.cat([pages.places(row, at, at + 1) for row, at in enumerate(last)])
+        places[5] = -1
+        fresh = k, v, places
+    out = paged.decode_attention(q, pages.pool, pages.tables, lengths, 0.3, 100, fresh, window)
+    assert (out[5] == 0).all()
+    for row in range(5):
+        given = q[row : row + 1], pages.k[row][-window:], pages.v[row][-window:], 0.3
+        assert_as_good(out[row], causal(*given, torch.float64)[0], causal(*given, dtype)[0])
+
+
+@pytest.mark.usefixtures("short_splits")
+@pytest.mark.parametrize(("window", "dtype"), [(1, torch.float32), (16, torch.bfloat16), (31, torch.float32)])
+def test_extend_in_a_window(window: int, dtype: torch.dtype) -> None:
+    """Keys before the window of a row's first new token are NaN, and what is stored of them too."""
+    old, new, padding = [0, 7, 70, 0, 33], [20, 1, 4, 0, 18], 3
+    pages = Pages([a + b for a, b in zip(old, new, strict=True)], 2, 16, dtype)
+    starts = [sum(new[:row]) for row in range(6)]
+    q = torch.randn(starts[-1] + padding, 6, 16).to(dtype)
+    for row in range(5):
+        pages.write(row, old[row], max(old[row] + 1 - window, 0))
+    where = torch.cat([*(pages.places(row, old[row], pages.lengths[row]) for row in range(5)), torch.full((3,), -1)])
+    behind = torch.full((padding, 2, 16), float("nan"), dtype=dtype)
+    fresh = [torch.cat([*(of[row][old[row] :] for row in range(5)), behind]) for of in (pages.k, pages.v)]
+    out = paged.extend_attention(
+        q, *fresh, pages.pool, pages.tables, torch.tensor(old), torch.tensor(starts), 0.25, where, window
+    )
+    assert (out[starts[-1] :] == 0).all()
+    for row in range(5):
+        part = slice(starts[row], starts[row + 1])
+        given = q[part], pages.k[row], pages.v[row], 0.25
+        if new[row]:
+            assert_as_good(out[part], causal(*given, torch.float64, window), causal(*given, dtype, window))
+
+
+def test_a_window_determines_the_splits_of_long_contexts() -> None:
+    """A decode step in a graph, whose bound on the keys is that of the longest context."""
+    q, pool = torch.zeros(2, 4, 16), torch.zeros(3, 2, SIZE, 2, 16)
+    tables, lengths = torch.zeros(2, 10_000, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
+    grids = []
+    for window in (None, 256, 2000):
+        with recording("sm_90") as launches:
+            paged.decode_attention(q, pool, tables, lengths, 0.3, 40_000, None, window)
+        grids.append(launches[0].arguments["SPLITS"])
+    assert grids == [32, 1, 4]
 
 
 def test_write_skips_what_has_no_place() -> None:

@@ -96,6 +96,15 @@ def test_gates(width: int, dtype: torch.dtype) -> None:
     assert_as_good(mixed, F.silu(x.double()) * gate.double(), gates_reference.swiglu(wide[:, : 2 * width]))
 
 
+@pytest.mark.parametrize(("heads", "width"), [(3, 5), (10, 130)])
+def test_heads_have_a_gate_each(heads: int, width: int) -> None:
+    x, gate = torch.randn(3, heads * width), torch.randn(3, heads + 1)[:, :heads]
+    with poisoned(), forced("triton"):
+        found = sigmoid_gate(x, gate)
+    expected = x.double().view(3, heads, width) * torch.sigmoid(gate.double())[:, :, None]
+    assert_as_good(found, expected.flatten(1), gates_reference.sigmoid_gate(x, gate))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [5, 1300])
 def test_a_gated_expert_is_added(width: int, dtype: torch.dtype) -> None:
