@@ -166,19 +166,21 @@ def attend(
             acc, top, total = _update(q, k, v, True, acc, top, total, scale, False)
     for i in range(masked_old, tl.minimum(high, blocks_old)):
         o_key = i * BLOCK_N + o_n
-        m_n = o_key < old
+        if WINDOW:  # a key before the first one has a negative place, which is a large unsigned number
+            m_n = (o_key - open_from).to(tl.uint32, bitcast=True) < (old - open_from).to(tl.uint32, bitcast=True)
+        else:
+            m_n = o_key < old
         if SKIPS:
             m_n = m_n & (o_key >= skip)
-        m_open = m_n[None, :]
-        if WINDOW:
-            m_n = m_n & (o_key >= open_from)
-            m_open = m_n[None, :]
-            if not DECODE:
-                m_open = m_open & (o_key[None, :] + WINDOW > old + o_token[:, None])
         page = tl.load(p_table + o_key // SIZE, mask=m_n, other=0).to(tl.int64)
         at = page * pool_page + (o_key % SIZE) * pool_place
         k = _load(p_side + at[None, :] + o_p[:, None], m_n[None, :] & m_p[:, None], True)
         v = _load(p_side + pool_side + at[:, None] + o_p[None, :], m_n[:, None] & m_p[None, :], True)
+        if WINDOW and not DECODE:
+            # One comparison each: gfx942 has too few scalar registers for more masks.
+            m_open = tl.where(m_n, old - o_key, WINDOW)[None, :] < WINDOW - o_token[:, None]
+        else:
+            m_open = m_n[None, :]
         acc, top, total = _update(q, k, v, m_open, acc, top, total, scale, True)
     if FRESH:
         p_k_head = p_k + i_head.to(tl.int64) * k_head
@@ -198,9 +200,10 @@ def attend(
             at = (begin + o_key).to(tl.int64)
             k = _load(p_k_head + (at * k_token)[None, :] + o_p[:, None], m_n[None, :] & m_p[:, None], True)
             v = _load(p_v_head + (at * v_token)[:, None] + o_p[None, :], m_n[:, None] & m_p[None, :], True)
-            m_open = m_n[None, :] & (o_key[None, :] <= o_token[:, None])
-            if WINDOW:
-                m_open = m_open & (o_key[None, :] + WINDOW > o_token[:, None])
+            if WINDOW:  # a query sees no key from `new` on: its own comes before
+                m_open = (o_key[None, :] <= o_token[:, None]) & (o_key[None, :] > o_token[:, None] - WINDOW)
+            else:
+                m_open = m_n[None, :] & (o_key[None, :] <= o_token[:, None])
             acc, top, total = _update(q, k, v, m_open, acc, top, total, scale, True)
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]

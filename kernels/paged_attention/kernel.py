@@ -46,6 +46,8 @@ TILES_WIDE = {
 }
 WIDE = 128
 """The widest head of `TILES`."""
+WINDOW_KEYS = 32
+"""Keys at a time for 16 queries of several tokens with a window; 64 spill on sm_90 and sm_100."""
 TILES_FLOAT32 = dict.fromkeys(ARCHITECTURES, (Tile(16, 16, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))) | {
     "sm_86": (Tile(16, 16, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
     "sm_90": (Tile(16, 16, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
@@ -138,6 +140,8 @@ def _launch(
     chosen = tile(q_TQP.dtype, q_TQP.device, group * per_row, width)
     block_m = max(chosen.queries, triton.next_power_of_2(group))
     per_block = block_m // group
+    if window is not None and not decode and chosen.queries == 16:
+        chosen = chosen._replace(keys=min(chosen.keys, WINDOW_KEYS))
     if window is not None:  # the keys of a program: those of its tokens' windows, and the rest of two blocks
         longest = min(longest, window + per_block + 2 * chosen.keys)
     parts = splits(tokens, longest)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from tiny_decoder import FakeSource, image, make_runner, random_weights, request, run, tiny_config, tokens
 
+from decoder.layers.descriptions import Attention
+from decoder.layers.spec import Layer
 from decoder.pace import DeadlineError
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
@@ -16,6 +18,10 @@ from decoder.sampling import SamplingParams
 
 PATTERNS = ["M-*EM*", "MM", "**"]
 CONFIGS = {pattern: tiny_config(pattern, num_nextn_predict_layers=1) for pattern in PATTERNS}
+[(_name, _attention)] = CONFIGS["**"].layers[0].mixers
+assert isinstance(_attention, Attention)
+_windowed = Layer(((_name, replace(_attention, window=9, head_gate=True)),))
+CONFIGS["**"] = replace(CONFIGS["**"], layers=(_windowed, CONFIGS["**"].layers[1]))
 WEIGHTS = {pattern: dict(random_weights(config)) for pattern, config in CONFIGS.items()}
 SAMPLING = SamplingParams(max_tokens=12, temperature=1.0, seed=5, logprobs=1)
 ROWS = torch.randn(7, 32, generator=torch.Generator().manual_seed(1))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compiled import needs_compiled
+from gated_decoder import gated_config
 from instruction_set import using
 from speculation import answers
 from tiny_decoder import delta_config, greedy_params, random_weights, request, run, tiny_config
@@ -31,7 +32,7 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 MODELS: dict[str, DecoderConfig] = {
     "mamba": tiny_config("M-*EM*", num_nextn_predict_layers=1, ssm_state_size=64, n_groups=1),
     "delta": delta_config("G-*G", num_nextn_predict_layers=1),
-    "short": delta_config("S-*S", num_nextn_predict_layers=1),
+    "short": gated_config("S-*S", mtp=True, gate=False, head_gate=True, window=9),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "alone": {"max_seqs": 1},

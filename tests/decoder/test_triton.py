@@ -42,8 +42,11 @@ PROMPTS = {"a": [5, 9, 2, 5, 9, 2, 5, 9, 2, 5], "b": [4, 4, 4, 4]}
     ],
 )
 def test_kernels_give_what_the_references_give(pattern: str, options: dict[str, Any]) -> None:
-    # With the gated delta rule, attention is gated, normed and has positions of three axes.
-    config = gated_config(pattern) if "G" in pattern else delta_config(pattern)
+    # With the gated delta rule, attention is gated, normed and has positions of three axes; with short convolutions it
+    # has a window and a gate per head.
+    config = delta_config(pattern)
+    if "G" in pattern or pattern == "S*":
+        config = gated_config(pattern, **({} if "G" in pattern else {"gate": False, "head_gate": True, "window": 5}))
     weights = dict(random_weights(config))
     device = str(DEVICE)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from gated_decoder import gated_config
+from speculation import Answers, answers, pairwise
 from tiny_decoder import greedy_params, make_runner, random_weights, request, run, tiny_config, tokens
 from torch import Tensor
 from torch.nn import functional as F
@@ -72,6 +74,54 @@ def test_probabilities_are_those_of_transformers(window: int, native: str) -> No
     wanted = expected[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
     torch.testing.assert_close(torch.tensor(found), wanted, rtol=0, atol=1e-4)
     assert tokens(events) == expected[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+
+
+# -- whole models ------------------------------------------------------------------------------------------------------
+
+SMALL = {"seed": 1, "count": 4, "output": 12}
+CASES = pairwise(
+    {
+        "state_cache": ("none", "align", "all", "auto"),
+        "speculative": ("none", "ngram", "mtp"),
+        "spec_state": ("replay", "slots"),
+        "max_chunk": (1, 7, None),
+        "preempted": (False, True),
+        "graphs": ("off", "on"),
+        "native": ("auto", "off"),
+    }
+)
+
+
+def mixed_config(window: int = WINDOW) -> DecoderConfig:
+    """Layers with a window and without, next to layers with states; the drafting head has a window too."""
+    config = gated_config("*M*S", mtp=True, gate=False, head_gate=True, window=window)
+    [(name, mixer)] = config.layers[2].mixers
+    assert isinstance(mixer, Attention)
+    whole = Layer(((name, replace(mixer, window=None)),))
+    return replace(config, layers=(*config.layers[:2], whole, *config.layers[3:]))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Answers:
+    """Operation by operation, uncached, without drafts."""
+    return answers(config=mixed_config(), **SMALL, state_cache="none", native="off")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(case[name]) for name in sorted(case)))
+def test_any_options_equal_plain(case: dict[str, Any], plain: Answers) -> None:
+    found = answers(config=mixed_config(), **SMALL, known=plain.drawn, **case)
+    assert found.drawn == plain.drawn
+    for name, logprobs in plain.logprobs.items():
+        assert found.logprobs[name] == pytest.approx(logprobs, abs=1e-4)
+    if case["speculative"] == "ngram":
+        assert found.stats["accepted_1"] > 10
+
+
+@pytest.mark.parametrize("native", ["off", "auto"])
+def test_only_a_window_shorter_than_the_context_changes_answers(native: str, plain: Answers) -> None:
+    found = [answers(config=mixed_config(window), **SMALL, native=native) for window in (112, 1000)]
+    assert found[0].logprobs == found[1].logprobs
+    assert found[0].drawn != plain.drawn
 
 
 @pytest.mark.parametrize(
