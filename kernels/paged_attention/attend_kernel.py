@@ -200,8 +200,8 @@ def attend(
             at = (begin + o_key).to(tl.int64)
             k = _load(p_k_head + (at * k_token)[None, :] + o_p[:, None], m_n[None, :] & m_p[:, None], True)
             v = _load(p_v_head + (at * v_token)[:, None] + o_p[None, :], m_n[:, None] & m_p[None, :], True)
-            if WINDOW:  # a query sees no key from `new` on: its own comes before
-                m_open = (o_key[None, :] <= o_token[:, None]) & (o_key[None, :] > o_token[:, None] - WINDOW)
+            if WINDOW:  # a key after the query has a negative distance, which is a large unsigned number
+                m_open = (o_token[:, None] - o_key[None, :]).to(tl.uint32, bitcast=True) < WINDOW
             else:
                 m_open = m_n[None, :] & (o_key[None, :] <= o_token[:, None])
             acc, top, total = _update(q, k, v, m_open, acc, top, total, scale, True)

@@ -38,8 +38,11 @@ SHARED = list(range(40, 53))
 
 
 def config_of(kind: str = "gated", pattern: str = "M*-M") -> DecoderConfig:
+    """The head's attention has a window where experts follow it."""
     config = gated_config(pattern, mtp=True)
-    return replace(config, mtp=(config.mtp[0], REST[kind]))
+    attention = config.mtp[0]
+    assert isinstance(attention, Attention)
+    return replace(config, mtp=(replace(attention, window=3 if kind == "experts" else None), REST[kind]))
 
 
 @cache

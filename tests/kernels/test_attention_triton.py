@@ -94,8 +94,8 @@ def test_decode(heads: int, kv_heads: int, width: int, dtype: torch.dtype, fused
 
 
 @pytest.mark.usefixtures("short_splits")
-@pytest.mark.parametrize("first", [1, 40])
-def test_decode_after_a_place(first: int) -> None:
+@pytest.mark.parametrize(("first", "window"), [(1, None), (40, None), (40, 20)])
+def test_decode_after_a_place(first: int, window: int | None) -> None:
     """Keys before the place are NaN; a row that ends before it gives zeros."""
     pages = Pages([1, 45, 90], 2, 24, torch.float32)
     q = torch.randn(3, 4, 24)
@@ -104,10 +104,11 @@ def test_decode_after_a_place(first: int) -> None:
             at = pages.places(row, first, length)
             paged_reference.write_kv(pages.pool, pages.k[row][first:], pages.v[row][first:], at)
     lengths = torch.tensor(pages.lengths)
-    out = paged.decode_attention_after(q, pages.pool, pages.tables, lengths, first, 0.3, 90)
+    out = paged.decode_attention_after(q, pages.pool, pages.tables, lengths, first, 0.3, 90, window)
     assert (out[0] == 0).all()
     for row in (1, 2):
-        given = q[row : row + 1], pages.k[row][first:], pages.v[row][first:], 0.3
+        begin = max(first, pages.lengths[row] - (window or 90))
+        given = q[row : row + 1], pages.k[row][begin:], pages.v[row][begin:], 0.3
         assert_as_good(out[row], causal(*given, torch.float64)[0], causal(*given, torch.float32)[0])
 
 

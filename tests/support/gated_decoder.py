@@ -104,7 +104,10 @@ def published_attention(spec: Attention, weights: Mapping[str, Tensor]) -> Calla
 
     @torch.no_grad()
     def attend(x_TD: Tensor, positions_TA: Tensor) -> Tensor:
-        mask = torch.full((x_TD.shape[0],) * 2, -torch.inf).triu(1)[None, None]
+        hidden = torch.ones((x_TD.shape[0],) * 2, dtype=torch.bool).triu(1)
+        if spec.window is not None:
+            hidden |= torch.ones_like(hidden).tril(-spec.window)
+        mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[None, None]
         return attention(x_TD[None], rope(x_TD[None], positions_TA.T[:, None]), mask)[0][0]
 
     return attend
