@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_decoder import random_weights, tiny_config
 from torch import Tensor
 
@@ -296,3 +298,20 @@ def test_windows_in_long_prompts(window: int, dtype: torch.dtype) -> None:
     assert torch.equal(torch.cat([part for (part,) in parts]), whole)
     if window >= 1500:
         assert torch.equal(Attention((2, 1), 16, dtype, 16).run([(x, 0, 0, 1500)], scans=1)[0], whole)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 320), st.lists(st.integers(1, 299), max_size=4, unique=True), st.sampled_from(DTYPES),
+    st.sampled_from([(2, 1), (6, 2)]),
+)  # fmt: skip
+def test_any_window_and_division(window: int, cuts: list[int], dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    attention = Attention(heads, 16, dtype, 16, window=window)
+    x = attention.inputs(300, deviation=2.0)
+    (whole,) = attention.run([(x, 0, 0, 300)], scans=1)
+    expected = attention.exact(x)
+    tolerance = 0.03 if dtype == torch.bfloat16 else 2e-5
+    torch.testing.assert_close(whole.double(), expected, rtol=0, atol=tolerance * expected.abs().max().item())
+    bounds = [0, *sorted(cuts), 300]
+    parts = [attention.run([(x, 0, begin, end)], scans=end - begin > 4) for begin, end in zip(bounds, bounds[1:])]
+    assert torch.equal(torch.cat([part for (part,) in parts]), whole)
