@@ -24,9 +24,10 @@ from decoder.layers.descriptions import Mamba2
 from decoder.layers.experts import ExpertsMixer
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.layers.mlp import GatedMlpMixer, MlpMixer
+from decoder.layers.short_conv import ShortConvMixer
 from decoder.layers.spec import MixerSpec
 from decoder.operation_parts import MAX_ROUTED, OperationParts
-from decoder.recurrence_operations import MAX_TAPS, Recurrence, recurrence_operations
+from decoder.recurrence_operations import MAX_SHORT_TAPS, MAX_TAPS, Recurrence, recurrence_operations
 from kernels.host_memory import buffer_memory
 from kernels.linear.packed import operand_elements
 from kernels.native import NativeUnavailable, library
@@ -129,8 +130,8 @@ class Operations(OperationParts):
 
     def _layer(self, layer: BuiltLayer) -> list[Op]:
         norm, scales = layer.norm, [layer.residual_scale * scale for scale in layer.scales]
-        if layer.norm_after:
-            return self._normed_after(layer)
+        if layer.post_norm is not None:
+            return self._normed_after(layer, layer.post_norm)
         match layer.mixers:
             case [mixer] if isinstance(mixer, Recurrence):
                 return self._recurrent(norm, mixer, scales[0])
@@ -139,21 +140,27 @@ class Operations(OperationParts):
             case [mixer, AttentionMixer() as beside] if isinstance(mixer, Recurrence):
                 return self._recurrent(norm, mixer, scales[0], (beside, scales[1]))
             case [ExpertsMixer(shared=None) as mixer, MlpMixer() | GatedMlpMixer() as beside] if scales[0] == scales[1]:
+                assert norm is not None, "a layer without a norm"
                 return experts_operations(self, norm, mixer, beside, scales[0])
             case _:
                 return []
 
-    def _normed_after(self, layer: BuiltLayer) -> list[Op]:
-        """The operations of a layer with a norm of its output; empty but for one attention or MLP."""
+    def _normed_after(self, layer: BuiltLayer, post_norm: Tensor) -> list[Op]:
+        """The operations of a layer with a norm of its output; empty for experts and several mixers."""
         match layer.mixers:
-            case [AttentionMixer() | MlpMixer() | GatedMlpMixer() as mixer] if layer.scales == (1.0,):
-                *ops, last = self.mixer(None, mixer)
+            case [mixer] if isinstance(mixer, Recurrence):
+                ops = self._recurrent(layer.norm, mixer, 1.0)
+            case [AttentionMixer() | MlpMixer() | GatedMlpMixer() as mixer]:
+                ops = self.mixer(layer.norm, mixer)
             case _:
-                return []
+                ops = []
+        if not ops or layer.scales != (1.0,):
+            return []
+        last = ops[-1]
         assert last.code == Code.LINEAR and last.target == Target.RESIDUAL
         last.target = Target.MID
-        width, norm = self.config.hidden_size, self.pointer(layer.norm)
-        return [*ops, last, Op(Code.ADD_NORM, Kind.F32, width, norm=norm, scale=layer.residual_scale)]
+        width, norm = self.config.hidden_size, self.pointer(post_norm)
+        return [*ops, Op(Code.ADD_NORM, Kind.F32, width, norm=norm, scale=layer.residual_scale)]
 
     def mixer(self, norm: Tensor | None, mixer: Mixer, scale: float = 1.0) -> list[Op]:
         """The operations of a mixer without a state, which add `scale` times its output."""
@@ -168,11 +175,11 @@ class Operations(OperationParts):
                 return []
 
     def _recurrent(
-        self, norm: Tensor, mixer: Recurrence, scale: float, beside: tuple[AttentionMixer, float] | None = None
+        self, norm: Tensor | None, mixer: Recurrence, scale: float, beside: tuple[AttentionMixer, float] | None = None
     ) -> list[Op]:
         """The operations of a recurrent mixer, and of attention `beside` it with its scale. The inputs of both are
         projected first, because adding an output changes the residual stream that they are made from."""
-        if mixer.spec.conv_kernel > MAX_TAPS:
+        if mixer.spec.conv_kernel > (MAX_SHORT_TAPS if isinstance(mixer, ShortConvMixer) else MAX_TAPS):
             return []
         if isinstance(mixer, Mamba2Mixer) and (mixer.spec, mixer.spec.norm_eps) != (self.mamba, self.config.norm_eps):
             return []

@@ -13,8 +13,8 @@ from decoder.layers.short_conv import ShortConvMixer
 from kernels.linear import Packed
 from kernels.native.structs import BLOCK_TOKENS, Code, DeltaShape, Kind, Op, Target, Weight
 
-MAX_TAPS = 4
-"""Largest number of taps of a layer's convolution in compiled code; published models have at most this many."""
+MAX_TAPS, MAX_SHORT_TAPS = 4, 8
+"""Largest number of taps of a convolution in compiled code: before a recurrence, and of a short convolution."""
 
 Recurrence = Mamba2Mixer | GatedDeltaMixer | ShortConvMixer
 

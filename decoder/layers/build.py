@@ -36,18 +36,19 @@ class Recurrent(Protocol):
 
 
 class BuiltLayer:
-    """The norm and mixers of one layer."""
+    """The norms and mixers of one layer."""
 
     def __init__(
-        self, norm: Tensor, mixers: list[Mixer], eps: float, residual_scale: float = 1.0,
-        scales: tuple[float, ...] = (), norm_after: bool = False,
+        self, norm: Tensor | None, mixers: list[Mixer], eps: float, residual_scale: float = 1.0,
+        scales: tuple[float, ...] = (), post_norm: Tensor | None = None,
     ) -> None:  # fmt: skip
+        """`norm`, `post_norm`: weights `[d]` of the norms before and after the mixers, None for no norm."""
         self.norm, self.mixers, self.eps, self.residual_scale = norm, mixers, eps, residual_scale
-        self.scales, self.norm_after = scales or (1.0,) * len(mixers), norm_after
+        self.scales, self.post_norm = scales or (1.0,) * len(mixers), post_norm
 
     def rows(self, x_TD: Tensor, delta_TD: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Adds `delta` to the residual stream x in place. Returns what the mixers read, `[T, d]` in `dtype`."""
-        if not self.norm_after:
+        if self.norm is not None:
             given = (self.norm, self.eps, dtype)
             return rms_norm(x_TD, *given) if delta_TD is None else add_rms_norm(x_TD, delta_TD, *given)
         if delta_TD is not None:
@@ -60,7 +61,9 @@ class BuiltLayer:
         delta, *rest = (_scaled(mixer(x_TD, batch), scale) for mixer, scale in parts)
         for other in rest:
             delta = delta + other
-        return _scaled(rms_norm(delta, self.norm, self.eps) if self.norm_after else delta, self.residual_scale)
+        if self.post_norm is not None:
+            delta = rms_norm(delta, self.post_norm, self.eps)
+        return _scaled(delta, self.residual_scale)
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:
@@ -82,8 +85,9 @@ def build_layers(
         mixers = [
             build_mixer(spec, options, weights_below(weights, f"{name}."), slots, pages) for name, spec in layer.mixers
         ]
-        norm = float_vector(weights, "norm.weight", options)
-        how = (config.norm_eps, layer.residual_scale, layer.scales, layer.norm_after)
+        norm = float_vector(weights, "norm.weight", options) if layer.norm_before else None
+        post_norm = float_vector(weights, "post_norm.weight", options) if layer.norm_after else None
+        how = (config.norm_eps, layer.residual_scale, layer.scales, post_norm)
         layers.append(BuiltLayer(norm, mixers, *how))
         del weights  # frees them before the next layer's weights are read
     return layers

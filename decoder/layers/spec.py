@@ -82,11 +82,10 @@ class MixerSpec(Protocol):
 
 @dataclass(frozen=True)
 class Layer:
-    """`x += residual_scale * sum(scale * mixer(rms_norm(x)) for mixer, scale in zip(mixers, scales))`.
+    """`x += residual_scale * after(sum(scale * mixer(before(x)) for mixer, scale in zip(mixers, scales)))`.
 
-    With `norm_after`: `x += residual_scale * rms_norm(sum(scale * mixer(x) ...))`.
-
-    Its weights are named `norm.weight` and `{name}.{weight of the mixer}`.
+    `before` and `after` are RMS norms, or the identity without `norm_before` or `norm_after`; a layer has at least one
+    of them. Its weights are named `norm.weight`, `post_norm.weight` and `{name}.{weight of the mixer}`.
     """
 
     mixers: tuple[tuple[str, MixerSpec], ...]
@@ -94,16 +93,19 @@ class Layer:
     residual_scale: float = 1.0
     scales: tuple[float, ...] = ()
     """A factor for each mixer's output, besides `residual_scale`; empty: 1 for all."""
+    norm_before: bool = True
     norm_after: bool = False
 
     def __post_init__(self) -> None:
         count = len(self.mixers)
+        require(self.norm_before or self.norm_after, "norm_before and norm_after are both false; a layer needs a norm")
         require(
             len(self.scales) in (0, count), f"scales has {len(self.scales)} numbers and the layer has {count} mixers"
         )
 
     def weights(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {"norm.weight": (hidden_size,)}
+        norms = ("norm.weight",) * self.norm_before + ("post_norm.weight",) * self.norm_after
+        found: dict[str, tuple[int, ...]] = dict.fromkeys(norms, (hidden_size,))
         for prefix, mixer in self.mixers:
             found |= {f"{prefix}.{name}": shape for name, shape in mixer.weights().items()}
         return found

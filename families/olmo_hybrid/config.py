@@ -31,7 +31,8 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
     found = []
     for kind in _kinds(text, layers):
         after = kind == "attention"
-        found += [Layer((("mixer", each),), norm_after=after) for each in (attention if after else delta, mlp)]
+        for each in (attention if after else delta, mlp):
+            found.append(Layer((("mixer", each),), norm_before=not after, norm_after=after))
     return DecoderConfig(
         vocab_size=vocab,
         hidden_size=hidden,

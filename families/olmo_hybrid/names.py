@@ -28,7 +28,7 @@ _PARTS = {
     "mlp.": (1, "mixer."),
     "attention_layer_norm.": (0, "norm."),
     "input_layernorm.": (0, "norm."),
-    "post_feedforward_layernorm.": (1, "norm."),
+    "post_feedforward_layernorm.": (1, "post_norm."),
 }
 _CONVOLUTION = re.compile(r"^linear_attn\.([qkv])_conv1d\.weight$")
 _AFTER_ATTENTION = ("post_attention_layernorm.", "feedforward_layer_norm.")
@@ -47,7 +47,7 @@ def weights(config: FamilyConfig) -> Callable[[str], list[Target]]:
             if part := _CONVOLUTION.match(layer[2]):  # the channels of queries, keys and values; or equal thirds
                 return [Target(f"model.layers.{first}.mixer.conv1d.weight", "joined", "qkv".index(part[1]))]
             attention = first < len(layers) and layers[first].norm_after
-            between = dict.fromkeys(_AFTER_ATTENTION, (0 if attention else 1, "norm."))
+            between = dict.fromkeys(_AFTER_ATTENTION, (0, "post_norm.") if attention else (1, "norm."))
             for prefix, (which, ours) in (_PARTS | between).items():
                 if layer[2].startswith(prefix):
                     return [Target(f"model.layers.{first + which}.{ours}{layer[2].removeprefix(prefix)}")]

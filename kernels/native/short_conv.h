@@ -17,6 +17,7 @@
 namespace {
 
 constexpr int64_t SHORT_CHANNELS = 128;  // of a work unit
+constexpr int MAX_SHORT_TAPS = 8;
 
 inline int64_t short_conv_groups(const Op& op) { return (op.width + SHORT_CHANNELS - 1) / SHORT_CHANNELS; }
 
@@ -86,12 +87,15 @@ class ShortConvGroup {
     // visit(taps, channel) for every 16 channels.
     template <typename F>
     void each_part(F&& visit) const {
-        for (int64_t i = first_; i < last_; i += 16) {
-            const Mask mask = lanes(last_ - i);
-            if (op_.taps == 4) visit(ShortTaps<3, T>(op_, i, mask), i);
-            else if (op_.taps == 3) visit(ShortTaps<2, T>(op_, i, mask), i);
-            else visit(ShortTaps<1, T>(op_, i, mask), i);
-        }
+        for (int64_t i = first_; i < last_; i += 16) visit_part<MAX_SHORT_TAPS - 1>(i, visit);
+    }
+
+    // Of a convolution with at most PAST + 1 taps.
+    template <int PAST, typename F>
+    void visit_part(int64_t i, F&& visit) const {
+        if constexpr (PAST > 1)
+            if (op_.taps <= PAST) return visit_part<PAST - 1>(i, visit);
+        visit(ShortTaps<PAST, T>(op_, i, lanes(last_ - i)), i);
     }
 
     // Takes in the first `count` steps of a batch slot's ring.

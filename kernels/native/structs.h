@@ -162,7 +162,7 @@ struct Op {
     // Whether rows that become bytes are bfloat16 instead of float32 in between: as LINEAR stores them to INNER, MAMBA,
     // DELTA and SHORT_CONV to MID, and as ACTIVATE (from INNER, without f) and CONVERT (from MID) read them.
     int64_t bf16_rows;
-    int64_t taps;        // SHORT_CONV: of the convolution, 2, 3 or 4
+    int64_t taps;        // SHORT_CONV: of the convolution, 2 to 8
     int64_t norm_first;  // MAMBA: whether the norm comes before the gate
 };
 

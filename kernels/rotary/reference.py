@@ -18,6 +18,8 @@ from kernels.rope import Rope
 def rope_table(rope: Rope, positions: int, device: str) -> Tensor:
     """`[L, 2, D/2]` float32: cosines and sines of positions 0 to `positions - 1`. Cached, so that layers share it."""
     frequencies = 1.0 / rope.theta ** (torch.arange(0, rope.dims, 2, dtype=torch.int64).float() / rope.dims)
+    if rope.frequencies is not None:
+        frequencies[rope.frequencies :] = 0.0
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
     return torch.stack((angles.cos(), angles.sin()), dim=1).to(device)
 
