@@ -19,28 +19,38 @@ from kernels.slots import SlotRun
 
 BLOCK_CHANNELS = 256
 """Channels per warp: 8 per thread, one 16-byte load of bfloat16."""
-MAX_TAPS = 4
+MAX_TAPS = 8
 
 
 @triton.jit
-def load_weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS):
-    """The weights of four taps, oldest first (zeros for taps that the convolution lacks), and the bias."""
-    k_a = tl.load(p_weight + (TAPS - 4) * CHANNELS + o_c, mask=m_c & (TAPS >= 4), other=0.0)
-    k_b = tl.load(p_weight + (TAPS - 3) * CHANNELS + o_c, mask=m_c & (TAPS >= 3), other=0.0)
-    k_c = tl.load(p_weight + (TAPS - 2) * CHANNELS + o_c, mask=m_c, other=0.0)
-    k_x = tl.load(p_weight + (TAPS - 1) * CHANNELS + o_c, mask=m_c, other=0.0)
-    bias = tl.load(p_bias + o_c, mask=m_c & HAS_BIAS, other=0.0)
-    return k_a, k_b, k_c, k_x, bias
+def load_weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS: tl.constexpr, HAS_BIAS):
+    """The weights of the taps, a tuple, oldest first; and the bias."""
+    weights = ()
+    for tap in tl.static_range(TAPS):
+        weights += (tl.load(p_weight + tap * CHANNELS + o_c, mask=m_c, other=0.0),)
+    return weights, tl.load(p_bias + o_c, mask=m_c & HAS_BIAS, other=0.0)
 
 
 @triton.jit
-def convolve(b_a, b_b, b_c, b_x, k_a, k_b, k_c, k_x, bias, SILU: tl.constexpr):
-    """The weighted sum of four inputs, oldest first, and the bias; float32. With SILU, its SiLU."""
-    b_acc = bias + b_a.to(tl.float32) * k_a + b_b.to(tl.float32) * k_b
-    b_acc += b_c.to(tl.float32) * k_c + b_x.to(tl.float32) * k_x
+def convolve(past, b_x, weights, bias, TAPS: tl.constexpr, SILU: tl.constexpr):
+    """The weighted sum of the inputs `past`, oldest first, and of the newest one, with the bias; float32. With SILU,
+    its SiLU."""
+    b_acc = bias
+    for tap in tl.static_range(TAPS - 2):
+        b_acc += past[tap].to(tl.float32) * weights[tap]
+    b_acc += past[TAPS - 2].to(tl.float32) * weights[TAPS - 2] + b_x.to(tl.float32) * weights[TAPS - 1]
     if SILU:
         b_acc = b_acc * tl.sigmoid(b_acc)
     return b_acc
+
+
+@triton.jit
+def load_window(p_window, o_c, m_c, CHANNELS, TAPS: tl.constexpr):
+    """The inputs in a window, a tuple, oldest first."""
+    past = ()
+    for tap in tl.static_range(TAPS - 1):
+        past += (tl.load(p_window + tap * CHANNELS + o_c, mask=m_c, other=0.0),)
+    return past
 
 
 @triton.jit
@@ -54,21 +64,20 @@ def _input(p_x, p_window, position, begin, known, x_stride, o_c, m_c, CHANNELS, 
 
 
 @triton.jit
-def _inputs_before(p_x, p_window, stop, begin, known, x_stride, o_c, m_c, CHANNELS, KEEP):
-    """The three inputs before packed token `stop`, oldest first."""
-    b_a = _input(p_x, p_window, stop - 3, begin, known, x_stride, o_c, m_c, CHANNELS, KEEP)
-    b_b = _input(p_x, p_window, stop - 2, begin, known, x_stride, o_c, m_c, CHANNELS, KEEP)
-    b_c = _input(p_x, p_window, stop - 1, begin, known, x_stride, o_c, m_c, CHANNELS, KEEP)
-    return b_a, b_b, b_c
+def _inputs_before(p_x, p_window, stop, begin, known, x_stride, o_c, m_c, CHANNELS, TAPS: tl.constexpr):
+    """The W - 1 inputs before packed token `stop`, a tuple, oldest first."""
+    past = ()
+    for tap in tl.static_range(TAPS - 1):
+        position = stop - (TAPS - 1) + tap
+        past += (_input(p_x, p_window, position, begin, known, x_stride, o_c, m_c, CHANNELS, TAPS - 1),)
+    return past
 
 
 @triton.jit
-def keep_window(p_window, b_a, b_b, b_c, o_c, m_c, CHANNELS, TAPS):
-    """Writes the last W - 1 of three inputs as a window."""
-    p_last = p_window + (TAPS - 2) * CHANNELS + o_c
-    tl.store(p_last - 2 * CHANNELS, b_a.to(p_window.dtype.element_ty), mask=m_c & (TAPS >= 4))
-    tl.store(p_last - CHANNELS, b_b.to(p_window.dtype.element_ty), mask=m_c & (TAPS >= 3))
-    tl.store(p_last, b_c.to(p_window.dtype.element_ty), mask=m_c)
+def keep_window(p_window, past, o_c, m_c, CHANNELS, TAPS: tl.constexpr):
+    """Writes the W - 1 inputs as a window."""
+    for tap in tl.static_range(TAPS - 1):
+        tl.store(p_window + tap * CHANNELS + o_c, past[tap].to(p_window.dtype.element_ty), mask=m_c)
 
 
 # Tables may have any alignment in their buffer; compiling for each alignment would stall the steps that meet a new one.
@@ -105,8 +114,8 @@ def _packed_kernel(
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_c = o_c < CHANNELS
     p_window = p_pool + slot * slot_stride
-    k_a, k_b, k_c, k_x, bias = load_weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS)
-    b_a, b_b, b_c = _inputs_before(p_x, p_window, first, begin, known, x_stride, o_c, m_c, CHANNELS, TAPS - 1)
+    weights, bias = load_weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS)
+    past = _inputs_before(p_x, p_window, first, begin, known, x_stride, o_c, m_c, CHANNELS, TAPS)
 
     # Four tokens are loaded before the first is stored: a load after a store has to wait for it.
     for token in range(first, tl.minimum(first + TILE_TOKENS, end), 4):
@@ -116,27 +125,30 @@ def _packed_kernel(
         b_1 = tl.load(p_token + x_stride, mask=m_1, other=0.0)
         b_2 = tl.load(p_token + 2 * x_stride, mask=m_2, other=0.0)
         b_3 = tl.load(p_token + 3 * x_stride, mask=m_3, other=0.0)
-        y_0 = convolve(b_a, b_b, b_c, b_0, k_a, k_b, k_c, k_x, bias, SILU)
-        y_1 = convolve(b_b, b_c, b_0, b_1, k_a, k_b, k_c, k_x, bias, SILU)
-        y_2 = convolve(b_c, b_0, b_1, b_2, k_a, k_b, k_c, k_x, bias, SILU)
-        y_3 = convolve(b_0, b_1, b_2, b_3, k_a, k_b, k_c, k_x, bias, SILU)
+        past_1 = past[1:] + (b_0,)
+        past_2 = past_1[1:] + (b_1,)
+        past_3 = past_2[1:] + (b_2,)
+        y_0 = convolve(past, b_0, weights, bias, TAPS, SILU)
+        y_1 = convolve(past_1, b_1, weights, bias, TAPS, SILU)
+        y_2 = convolve(past_2, b_2, weights, bias, TAPS, SILU)
+        y_3 = convolve(past_3, b_3, weights, bias, TAPS, SILU)
         p_y = p_out + token * CHANNELS + o_c
         tl.store(p_y, y_0.to(p_out.dtype.element_ty), mask=m_c)
         tl.store(p_y + CHANNELS, y_1.to(p_out.dtype.element_ty), mask=m_1)
         tl.store(p_y + 2 * CHANNELS, y_2.to(p_out.dtype.element_ty), mask=m_2)
         tl.store(p_y + 3 * CHANNELS, y_3.to(p_out.dtype.element_ty), mask=m_3)
-        b_a, b_b, b_c = b_1, b_2, b_3
+        past = past_3[1:] + (b_3,)
 
     if first == begin:
         # Only this tile reads the row's window, so it may overwrite it once all of its threads have read it.
         for save in range(tl.load(p_rows + i_row), tl.load(p_rows + i_row + 1)):
             stop = tl.load(p_saves + 2 * save).to(tl.int64)
             target = tl.load(p_saves + 2 * save + 1).to(tl.int64)
-            b_a, b_b, b_c = _inputs_before(p_x, p_window, stop, begin, known, x_stride, o_c, m_c, CHANNELS, TAPS - 1)
-            keep_window(p_pool + target * slot_stride, b_a, b_b, b_c, o_c, m_c & (target >= 0), CHANNELS, TAPS)
-        b_a, b_b, b_c = _inputs_before(p_x, p_window, end, begin, known, x_stride, o_c, m_c, CHANNELS, TAPS - 1)
+            saved = _inputs_before(p_x, p_window, stop, begin, known, x_stride, o_c, m_c, CHANNELS, TAPS)
+            keep_window(p_pool + target * slot_stride, saved, o_c, m_c & (target >= 0), CHANNELS, TAPS)
+        last = _inputs_before(p_x, p_window, end, begin, known, x_stride, o_c, m_c, CHANNELS, TAPS)
         tl.debug_barrier()
-        keep_window(p_window, b_a, b_b, b_c, o_c, m_c & (slot >= 0), CHANNELS, TAPS)
+        keep_window(p_window, last, o_c, m_c & (slot >= 0), CHANNELS, TAPS)
 
 
 @triton.jit
@@ -170,23 +182,19 @@ def _update_kernel(
         read = tl.load(p_accepted + i_row) - 1
         length = tl.load(p_lengths + i_row)
     slot = tl.load(p_slots + read).to(tl.int64)
-    p_last = p_pool + slot * slot_stride + (TAPS - 2) * CHANNELS + o_c
-    m_old = m_c & (slot >= 0)
-    b_a = tl.load(p_last - 2 * CHANNELS, mask=m_old & (TAPS >= 4), other=0.0)
-    b_b = tl.load(p_last - CHANNELS, mask=m_old & (TAPS >= 3), other=0.0)
-    b_c = tl.load(p_last, mask=m_old, other=0.0)
-    k_a, k_b, k_c, k_x, bias = load_weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS)
+    past = load_window(p_pool + slot * slot_stride, o_c, m_c & (slot >= 0), CHANNELS, TAPS)
+    weights, bias = load_weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS)
     # A column is read by one thread and may be written by another.
     tl.debug_barrier()
     for token in tl.static_range(TOKENS):
         b_x = tl.load(p_x + i_row * x_stride + token * token_stride + o_c, mask=m_c, other=0.0)
         b_x = b_x.to(p_pool.dtype.element_ty)
-        b_y = convolve(b_a, b_b, b_c, b_x, k_a, k_b, k_c, k_x, bias, SILU)
+        b_y = convolve(past, b_x, weights, bias, TAPS, SILU)
         tl.store(p_out + (i_row * TOKENS + token) * CHANNELS + o_c, b_y.to(p_out.dtype.element_ty), mask=m_c)
-        b_a, b_b, b_c = b_b, b_c, b_x
+        past = past[1:] + (b_x,)
         slot = tl.load(p_slots + token).to(tl.int64)
         m_new = m_c & (slot >= 0) & (token < length)
-        keep_window(p_pool + slot * slot_stride, b_a, b_b, b_c, o_c, m_new, CHANNELS, TAPS)
+        keep_window(p_pool + slot * slot_stride, past, o_c, m_new, CHANNELS, TAPS)
 
 
 def causal_conv1d(
@@ -203,7 +211,7 @@ def causal_conv1d(
 ) -> Tensor:
     """Like the reference, but the result has x's dtype, and `tables`, which replaces `saves`, is required.
 
-    2 to 4 taps. Rows of x may have any stride. Tokens after the last row are not written. No host sync. Raises
+    2 to 8 taps. Rows of x may have any stride. Tokens after the last row are not written. No host sync. Raises
     `ValueError` without tables.
     """
     if tables is None:
@@ -256,7 +264,7 @@ def causal_conv1d_update(
     runs: Sequence[SlotRun] | None = None,
     silu: bool = True,
 ) -> Tensor:
-    """Like the reference, but the result has x's dtype. `runs` is not needed here. 2 to 4 taps. No host sync."""
+    """Like the reference, but the result has x's dtype. `runs` is not needed here. 2 to 8 taps. No host sync."""
     return _update(x_RC[:, None], weight_WC, bias_C, pool_SWC, slots_R, None, None, silu)[:, 0]
 
 
@@ -270,7 +278,7 @@ def causal_conv1d_tokens(
     lengths_R: Tensor,
     silu: bool = True,
 ) -> Tensor:
-    """Like the reference, but the result has x's dtype. 2 to 4 taps. No host sync."""
+    """Like the reference, but the result has x's dtype. 2 to 8 taps. No host sync."""
     return _update(x_RTC, weight_WC, bias_C, pool_SWC, slots_RK, accepted_R, lengths_R, silu)
 
 

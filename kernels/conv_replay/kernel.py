@@ -24,7 +24,7 @@ def conv_replay(
     bias_C: Tensor | None,
     span: int,
 ) -> Tensor:
-    """Like the reference, but the result has the windows' dtype. 2 to 4 taps. `span` is not needed here. No host
+    """Like the reference, but the result has the windows' dtype. 2 to 8 taps. `span` is not needed here. No host
     sync."""
     mixed = mix_ring(
         windows_SWC, rings_QLC, batch_slots_R, slots_R, counts_R, weight_WC, bias_C, lengths_R, inputs_RTC, None,
@@ -47,6 +47,6 @@ def conv_advance(
     weight_WC: Tensor,
     span: int,
 ) -> None:
-    """Like the reference. 2 to 4 taps. `span` is not needed here. No host sync."""
+    """Like the reference. 2 to 8 taps. `span` is not needed here. No host sync."""
     ring = (windows_SWC, rings_QLC, batch_slots_R, slots_R, counts_R)
     mix_ring(*ring, weight_WC, None, None, None, targets_R, silu=False)

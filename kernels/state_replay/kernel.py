@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.causal_conv1d.kernel import BLOCK_CHANNELS, convolve, keep_window, load_weights
+from kernels.causal_conv1d.kernel import BLOCK_CHANNELS, MAX_TAPS, convolve, keep_window, load_weights, load_window
 from kernels.exponentials import LOG2_E
 from kernels.launch import by_architecture, launch
 from kernels.selective_state_update.kernel import ELEMENTS, step_size
@@ -59,11 +59,8 @@ def _mix_kernel(
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_x, m_c = o_c < WIDTH, o_c < CHANNELS
     p_ring = p_rings + tl.load(p_batch_slots + i_row).to(tl.int64) * ring_stride + o_c
-    p_last = p_windows + slot * slot_stride + (TAPS - 2) * CHANNELS + o_c
-    b_a = tl.load(p_last - 2 * CHANNELS, mask=m_c & (TAPS >= 4), other=0.0)
-    b_b = tl.load(p_last - CHANNELS, mask=m_c & (TAPS >= 3), other=0.0)
-    b_c = tl.load(p_last, mask=m_c, other=0.0)
-    k_a, k_b, k_c, k_x, bias = load_weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS)
+    past = load_window(p_windows + slot * slot_stride, o_c, m_c, CHANNELS, TAPS)
+    weights, bias = load_weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS)
     for step in range(end):
         b_x = tl.load(p_ring + step * WIDTH, mask=m_x & (step < count), other=0.0)
         if not ADVANCE:
@@ -72,14 +69,14 @@ def _mix_kernel(
             b_new = tl.load(p_new, mask=m_x & (new >= 0), other=0.0).to(b_x.dtype)
             tl.store(p_ring + step * WIDTH, b_new, mask=m_x & (new >= 0))
             b_x = tl.where(new >= 0, b_new, b_x)
-        b_y = convolve(b_a, b_b, b_c, b_x, k_a, k_b, k_c, k_x, bias, SILU)
+        b_y = convolve(past, b_x, weights, bias, TAPS, SILU)
         tl.store(p_mixed + (i_row * STEPS + step) * CHANNELS + o_c, b_y.to(p_mixed.dtype.element_ty), mask=m_c)
-        b_a, b_b, b_c = b_b, b_c, b_x.to(b_c.dtype)
+        past = past[1:] + (b_x.to(p_windows.dtype.element_ty),)
     if ADVANCE:
         # The target may be the slot: all threads have read its window.
         tl.debug_barrier()
         target = tl.load(p_targets + i_row).to(tl.int64)
-        keep_window(p_windows + target * slot_stride, b_a, b_b, b_c, o_c, m_c, CHANNELS, TAPS)
+        keep_window(p_windows + target * slot_stride, past, o_c, m_c, CHANNELS, TAPS)
 
 
 @triton.jit
@@ -338,7 +335,7 @@ def mix_ring(
     Other steps, and rows with slot -1, are not written."""
     steps, size = rings_QLX.shape[1:]
     taps, channels = weight_WC.shape
-    assert 2 <= taps <= 4 and windows_SWC.stride()[1:] == (channels, 1) and rings_QLX.stride()[1:] == (size, 1)
+    assert 2 <= taps <= MAX_TAPS and windows_SWC.stride()[1:] == (channels, 1) and rings_QLX.stride()[1:] == (size, 1)
     assert inputs_RTX is None or inputs_RTX.stride(2) == 1
     of_rows = (batch_slots_R, slots_R, counts_R, lengths_R, targets_R)
     assert all(each is None or each.is_contiguous() for each in of_rows)

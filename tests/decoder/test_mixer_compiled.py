@@ -41,6 +41,7 @@ SHORT: dict[str, ShortConv] = {
     "short": ShortConv(32),
     "short-wide": ShortConv(300, 4, True),
     "short-odd": ShortConv(37, 2),
+    "short-long": ShortConv(37, 7),
 }
 MIXERS = {Mamba2: Mamba2Mixer, GatedDelta: GatedDeltaMixer, ShortConv: ShortConvMixer}
 MAMBA: dict[str, dict[str, Any]] = {

@@ -96,17 +96,18 @@ def test_mixers_in_parallel(config: DecoderConfig, called: bool) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
 
 
-def test_norms_after_layers() -> None:
-    """They are compiled for attention and MLPs; layers of other kinds are called."""
-    plain = tiny_config("M*-E*-", hidden_size=48)
-    config = replace(plain, layers=tuple(replace(layer, residual_scale=0.7, norm_after=True) for layer in plain.layers))
-    config = replace(config, layers=(plain.layers[0], *config.layers[1:]))
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before-and-after"])
+def test_norms_after_layers(before: bool) -> None:
+    """They are compiled for all mixers but experts, whose layers are called."""
+    plain = delta_config("M*-EGS*", hidden_size=48)
+    how = {"residual_scale": 0.7, "norm_before": before, "norm_after": True}
+    config = replace(plain, layers=tuple(replace(layer, **how) for layer in plain.layers))
     options = DecoderOptions(max_seqs=8, max_len=64, page_size=4)
     (fast, runner), (slow, _) = (_logits(config, replace(options, native=mode)) for mode in ("on", "off"))
     native = runner.model.native
     assert native is not None
     called = [native.calls(layer.mixers[0]) for layer in runner.model.layers]
-    assert called == [False, False, False, True, False, False]
+    assert called == [False, False, False, True, False, False, False]
     for ours, theirs in zip(fast, slow, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
 
@@ -187,7 +188,8 @@ def test_a_prompt_in_one_step_has_the_bits_of_one_in_small_steps(options: dict[s
     """Products of many rows are computed in another way than those of few, in panels of 64 outputs and behind them.
     `biased`: None for mixers in parallel, and norms after the last layers."""
     config = parallel_config("P-P*-" if options else "P-P", OWN | {"gated_norm": "gate_only"}, hidden_size=160)
-    config = replace(config, layers=(*config.layers[:3], *(replace(x, norm_after=True) for x in config.layers[3:])))
+    last = [replace(layer, norm_before=i == 1, norm_after=True) for i, layer in enumerate(config.layers[3:])]
+    config = replace(config, layers=(*config.layers[:3], *last))
     if biased is not None:
         config = tiny_config("M-*-", hidden_size=160, intermediate_size=200, mlp_bias=biased, use_bias=biased)
     prompts = [[3 + (7 * i + count) % 90 for i in range(count)] for count in (229, 3, 60)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from decoder.batch import Batch, ScanRows, VerifyRows, VerifyTensors
 from decoder.config import RING, DecoderConfig, DecoderOptions
 from decoder.layers.descriptions import ShortConv
 from decoder.layers.short_conv import ShortConvMixer
+from decoder.layers.spec import Layer
 
-SPECS = {f"{taps}{'b' * bias}": ShortConv(12, taps, bias) for taps, bias in ((2, False), (3, True), (5, False))}
+SPECS = {f"{taps}{'b' * bias}": ShortConv(12, taps, bias) for taps, bias in ((2, False), (3, True), (7, False))}
 SLOTS, DRAFTS = 8, 3
 
 
@@ -26,7 +28,7 @@ def ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-class Layer:
+class OneLayer:
     """The tested layer with its own windows, in which unwritten memory is NaN."""
 
     def __init__(self, name: str, *, replayed: bool = True) -> None:
@@ -91,7 +93,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_chunks_checkpoints_and_single_tokens(name: str) -> None:
     """From any boundary, also after a chunk of one token on a slot with an old window."""
-    layer = Layer(name)
+    layer = OneLayer(name)
     x = layer.inputs(30)
     layer.scan(layer.inputs(9, seed=1), 5, 0)
     found = [layer.scan(x[:1], 5, 0), layer.scan(x[1:24], 5, 1, (1, 0), (9, 1))]
@@ -104,7 +106,7 @@ def test_chunks_checkpoints_and_single_tokens(name: str) -> None:
 
 
 def test_rows_of_one_token_in_any_slots() -> None:
-    layer = Layer("3b")
+    layer = OneLayer("3b")
     rows, slots = [layer.inputs(12, seed) for seed in range(3)], [6, 1, 2]
     for x, slot in zip(rows, slots, strict=True):
         layer.scan(x[:11], slot, 0)
@@ -119,7 +121,7 @@ def test_rows_of_one_token_in_any_slots() -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_drafts_that_are_rejected_leave_nothing(name: str, replayed: bool, kept: int) -> None:
     """Three steps of a token and three drafts, of which the first `kept` are accepted each time."""
-    layer = Layer(name, replayed=replayed)
+    layer = OneLayer(name, replayed=replayed)
     x, stay = layer.inputs(24), 1 + kept
     expected = layer.expected(x)
     slots = [2] if replayed else [2, 5, 0, 7]
@@ -147,7 +149,8 @@ def test_a_description_that_cannot_be_is_refused() -> None:
 # -- whole models ------------------------------------------------------------------------------------------------------
 
 SMALL = {"seed": 1, "output": 12}
-PATTERNS = ("SS", "S*S-", "MSG*S")
+SANDWICH = "S*S-"
+PATTERNS = ("SS", SANDWICH, "MSG*S")
 CASES = pairwise(
     {
         "state_cache": ("none", "align", "all", "auto"),
@@ -163,7 +166,12 @@ CASES = pairwise(
 
 
 def config_of(pattern: str) -> DecoderConfig:
-    return delta_config(pattern)
+    """`SANDWICH`: with seven taps, and norms before and after all mixers."""
+    config = delta_config(pattern)
+    if pattern != SANDWICH:
+        return config
+    mixers = [replace(mixer, conv_kernel=7) if isinstance(mixer, ShortConv) else mixer for mixer in config.mixers]
+    return replace(config, layers=tuple(Layer((("mixer", mixer),), norm_after=True) for mixer in mixers))
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ def convolved(inputs_TC: Tensor, window: Tensor, weight: Tensor, bias: Tensor | 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("taps", "biased"), [(2, True), (3, False), (4, True)])
+@pytest.mark.parametrize(("taps", "biased"), [(2, True), (3, False), (4, True), (7, True)])
 def test_rows_after_rings(backend: str, dtype: torch.dtype, taps: int, biased: bool) -> None:
     """A row with three valid steps, one with none, and padding; then the advance by four steps, and by none."""
     weight, bias = torch.randn(taps, CHANNELS, device=DEVICE), torch.randn(CHANNELS, device=DEVICE) if biased else None

@@ -90,7 +90,7 @@ def test_several_tokens() -> None:
     assert out.isfinite().all() and pool[[1, 5]].isnan().all()
 
 
-@pytest.mark.parametrize("taps", [2, 4])
+@pytest.mark.parametrize("taps", [2, 4, 8])
 def test_several_tokens_of_a_convolution(taps: int) -> None:
     weight, bias = torch.randn(taps, 20, device=DEVICE), torch.randn(20, device=DEVICE)
     x, pool = torch.randn(3, 3, 20, device=DEVICE), torch.randn(8, taps - 1, 20, device=DEVICE)
@@ -145,7 +145,7 @@ def convolved(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("taps", [2, 4])
+@pytest.mark.parametrize("taps", [2, 4, 7])
 @pytest.mark.parametrize(
     ("lengths", "slots", "saves"),
     [
@@ -164,7 +164,7 @@ def test_packed_convolution(
     initial = [row % 2 == 0 for row in range(len(slots))]
     pool[[slot for slot, known in zip(slots, initial) if not known and slot >= 0]] = NAN
     plain_pool = pool.clone()
-    given = (weight, bias if taps == 4 else None)
+    given = (weight, bias if taps >= 4 else None)
     room = ScanTables.room(total, 5, 4, 4)
     tables = ScanTables.of(lengths, [0] * len(lengths), 4, saves, device=DEVICE, padded=room)
     with forced("triton"), poisoned():
@@ -186,12 +186,12 @@ def test_a_convolution_without_tables_is_refused() -> None:
     x, pool = torch.randn(3, 4, device=DEVICE), torch.zeros(1, 3, 4, device=DEVICE)
     with forced("triton"), pytest.raises(ValueError, match="needs tables"):
         convolved(x, torch.randn(4, 4, device=DEVICE), None, pool, [0], [False], [3], [], None)
-    with forced("triton"), pytest.raises(ValueError, match="2 to 4 taps, the model has 5"):
-        causal_conv1d_update(x, torch.randn(5, 4, device=DEVICE), None, pool, places([0, 0, 0]))
+    with forced("triton"), pytest.raises(ValueError, match="2 to 8 taps, the model has 9"):
+        causal_conv1d_update(x, torch.randn(9, 4, device=DEVICE), None, pool, places([0, 0, 0]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("taps", [2, 3, 4])
+@pytest.mark.parametrize("taps", [2, 3, 4, 7])
 def test_convolution_update(taps: int, dtype: torch.dtype) -> None:
     weight, bias = torch.randn(taps, 300, device=DEVICE), torch.randn(300, device=DEVICE)
     x = torch.randn(3, 301, device=DEVICE).to(dtype)[:, :300]
