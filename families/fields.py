@@ -150,11 +150,14 @@ def check_processor(settings: Mapping[str, Any], served: Mapping[str, Any], file
         raise CheckpointError(f"{file}: rescale_factor is {settings['rescale_factor']!r}; 1/255 is served")
 
 
-def layer_kinds(kinds: object, layers: int, field: str) -> list[str]:
-    """`mamba` or `attention` for each layer, from either spelling. Raises CheckpointError for unknown kinds."""
-    known = {
-        "mamba": "mamba", "linear_attention": "mamba", "attention": "attention", "full_attention": "attention"
-    }  # fmt: skip
+MAMBA_OR_ATTENTION = {
+    "mamba": "mamba", "linear_attention": "mamba", "attention": "attention", "full_attention": "attention"
+}  # fmt: skip
+"""Kinds of layers by either spelling."""
+
+
+def layer_kinds(kinds: object, layers: int, field: str, known: Mapping[str, str] = MAMBA_OR_ATTENTION) -> list[str]:
+    """What `known` has for the kind of each layer. Raises CheckpointError naming the field for unknown kinds."""
     if not isinstance(kinds, list) or (unknown := sorted({str(kind) for kind in kinds if kind not in known})):
         shown = unknown if isinstance(kinds, list) else kinds
         raise CheckpointError(f"config.json: {field} holds {shown}; known kinds are {sorted(known)}")
@@ -217,7 +220,10 @@ def attention(
 
 def rope(text: Mapping[str, Any], dims: int, *, kinds: tuple[str, ...] = ("default",), theta: float = 10000.0) -> Rope:
     """Reads `rope_parameters`, or `rope_theta` and `rope_scaling` of older files. `theta`: the base of files without
-    one. Raises CheckpointError for a `rope_type` that is not one of `kinds`."""
+    one. Raises CheckpointError for a `rope_type` that is not one of `kinds`.
+
+    With `proportional`, the first frequencies, a share `partial_rotary_factor` of them, are not 0.
+    """
     parameters = rope_parameters(text)
     kind = first(parameters, "rope_type", "type", default="default")
     if kind not in kinds:
@@ -226,7 +232,16 @@ def rope(text: Mapping[str, Any], dims: int, *, kinds: tuple[str, ...] = ("defau
         raise CheckpointError(
             f"config.json: head_dim times partial_rotary_factor is {dims}; it must be even and at least 2"
         )
-    return Rope(dims, number(parameters, "rope_theta", number(text, "rope_theta", theta)))
+    rotated = None
+    if kind == "proportional":
+        only(parameters, "factor", 1.0)
+        share = number(parameters, "partial_rotary_factor", 1.0)
+        rotated = int(share * dims // 2)
+        if not 1 <= rotated <= dims // 2:
+            raise CheckpointError(
+                f"config.json: partial_rotary_factor {share} makes {rotated} of {dims // 2} frequencies rotate"
+            )
+    return Rope(dims, number(parameters, "rope_theta", number(text, "rope_theta", theta)), frequencies=rotated)
 
 
 def rope_parameters(text: Mapping[str, Any]) -> Mapping[str, Any]:

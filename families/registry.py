@@ -8,6 +8,7 @@ from families import (
     granitemoehybrid,
     lfm2,
     lfm2_vl,
+    lfm3,
     minicpmv4_6,
     minicpmv4_7,
     nemotron_h,
@@ -32,6 +33,7 @@ FAMILIES: tuple[Family, ...] = (
     lfm2.FAMILY,
     lfm2.MOE_FAMILY,
     lfm2_vl.FAMILY,
+    lfm3.FAMILY,
     minicpmv4_6.FAMILY,
     minicpmv4_7.FAMILY,
 )

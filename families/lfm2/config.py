@@ -90,13 +90,7 @@ def layer_kinds(text: Mapping[str, Any], layers: int) -> list[str]:
     which every layer is attention. Raises CheckpointError."""
     if (kinds := text.get("layer_types")) is None:
         return _listed(text, layers)
-    known = (CONVOLUTION, ATTENTION)
-    if not isinstance(kinds, list) or (unknown := sorted({str(kind) for kind in kinds if kind not in known})):
-        shown = unknown if isinstance(kinds, list) else kinds
-        raise CheckpointError(f"config.json: layer_types holds {shown}; known kinds are {list(known)}")
-    if len(kinds) != layers:
-        raise CheckpointError(f"config.json: layer_types names {len(kinds)} layers and num_hidden_layers is {layers}")
-    return kinds
+    return fields.layer_kinds(kinds, layers, "layer_types", {kind: kind for kind in (CONVOLUTION, ATTENTION)})
 
 
 def _listed(text: Mapping[str, Any], layers: int) -> list[str]:

@@ -21,12 +21,15 @@ _OF_EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 # Prefix in a published layer -> (which of the two layers here, prefix in it).
 _PARTS = {
     "operator_norm.": (0, "norm."),
+    "post_operator_norm.": (0, "post_norm."),  # LFM3
     "ffn_norm.": (1, "norm."),
+    "post_ffn_norm.": (1, "post_norm."),  # LFM3
     "conv.conv.": (0, "mixer.conv1d."),
     "conv.": (0, "mixer."),
     "self_attn.out_proj.": (0, "mixer.o_proj."),
     "self_attn.q_layernorm.": (0, "mixer.q_norm."),
     "self_attn.k_layernorm.": (0, "mixer.k_norm."),
+    "self_attn.gate_proj.": (0, "mixer.g_proj."),  # LFM3
     "self_attn.": (0, "mixer."),
     "feed_forward.gate.": (1, "mixer.gate."),
     "feed_forward.expert_bias": (1, "mixer.gate.e_score_correction_bias"),

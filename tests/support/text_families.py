@@ -21,6 +21,8 @@ from transformers import (
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
+    Lfm3Config,
+    Lfm3ForCausalLM,
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
     Qwen3NextConfig,
@@ -164,6 +166,41 @@ def _lfm2_moe(rng: random.Random, shared: dict[str, Any]) -> Lfm2MoeConfig:
     )
 
 
+def lfm3(rng: random.Random) -> Any:
+    layers, kv = rng.randint(1, 4), rng.choice([1, 2])
+    heads = kv * rng.choice([1, 2, 4])
+    kinds = ["conv", "sliding_attention", "full_attention"]
+    share = rng.choice([0.25, 0.5, 1.0])
+    proportional = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": share}
+    config = Lfm3Config(
+        vocab_size=VOCAB,
+        hidden_size=heads * rng.choice([8, 16]),
+        intermediate_size=rng.choice([24, 40]),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        head_dim=rng.choice([8, 16]),
+        max_position_embeddings=512,
+        norm_eps=rng.choice([1e-5, 1e-6]),
+        tie_word_embeddings=rng.random() < 0.5,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": rng.choice([proportional, {"rope_type": "default", "rope_theta": 1e5}]),
+        },
+        conv_bias=rng.random() < 0.3,
+        conv_L_cache=rng.choice([3, 7, 7, 8]),
+        layer_types=rng.choice([None, [rng.choice(kinds) for _ in range(layers)]]),
+        sliding_window=rng.choice([1, 5, 16, 256]),
+        use_sandwich_norm=rng.random() < 0.8,
+        use_attention_gate=rng.random() < 0.8,
+        attention_bias=rng.random() < 0.3,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=[2, 7],
+    )
+    return Lfm3ForCausalLM(config)
+
+
 def falcon(rng: random.Random) -> Any:
     """With multipliers, of which each is 1 in some models."""
     shared = _shared(rng, rng.randint(1, 3))
@@ -241,7 +278,7 @@ def _released_olmo(model: OlmoHybridForCausalLM) -> dict[str, torch.Tensor]:
 
 
 FAMILIES = {
-    "bamba": bamba, "granitemoehybrid": granite, "qwen3_next": qwen_next, "lfm2": lfm2,
+    "bamba": bamba, "granitemoehybrid": granite, "qwen3_next": qwen_next, "lfm2": lfm2, "lfm3": lfm3,
     "falcon_h1": falcon, "olmo_hybrid": olmo,
 }  # fmt: skip
 
