@@ -82,7 +82,7 @@ def attention(text: Mapping[str, Any], hidden: int, eps: float, kind: str) -> At
         rope=rope(text, width, kind),
         head_gate=fields.flag(text, "use_attention_gate", True, null=False),
         qk_norm=eps,
-        window=fields.count(text, "sliding_window", 256) if kind == SLIDING else None,
+        window=fields.count({"sliding_window": 256, **text}, "sliding_window") if kind == SLIDING else None,
     )
 
 

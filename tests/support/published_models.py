@@ -100,6 +100,21 @@ def lfm2_moe() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def lfm3() -> dict[str, Any]:
+    """LFM3-1.7B, as transformers describes it."""
+    kinds = ["conv", *(["conv", "full_attention", "conv", "sliding_attention"] * 6)][:24]
+    sliding = {"rope_type": "default", "rope_theta": 1e4}
+    full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    return {
+        "model_type": "lfm3", "vocab_size": 128000, "hidden_size": 2048, "intermediate_size": 7680, "head_dim": 128,
+        "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 4, "layer_types": kinds,
+        "conv_L_cache": 7, "conv_bias": False, "norm_eps": 1e-5, "max_position_embeddings": 128000,
+        "rope_parameters": {"sliding_attention": sliding, "full_attention": full}, "sliding_window": 256,
+        "use_sandwich_norm": True, "use_attention_gate": True, "attention_bias": False, "attention_dropout": 0.0,
+        "tie_word_embeddings": True, "dtype": "bfloat16", "eos_token_id": 124900,
+    }  # fmt: skip
+
+
 def lfm2_vl(text: dict[str, Any], **vision: int) -> dict[str, Any]:
     """LFM2-VL with this decoder; `vision`: the sizes of the tower."""
     return {
@@ -157,6 +172,7 @@ def models() -> dict[str, dict[str, Any]]:
     others |= {"Falcon-H1-0.5B": falcon(), "Olmo-Hybrid-7B": olmo(), "Qwen3-Next-80B-A3B": qwen_next()}
     others["LFM2-350M"], others["LFM2-700M"] = lfm2(1024, 16, 6656), lfm2(1536, 24, 10240)
     others["LFM2-1.2B"], others["LFM2-8B-A1B"] = lfm2(2048, 32, 12288), lfm2_moe()
+    others["LFM3-1.7B"] = lfm3()
     others["LFM2-VL-450M"] = lfm2_vl(others["LFM2-350M"], **BASE)
     others["LFM2-VL-1.6B"] = lfm2_vl(others["LFM2-1.2B"], **SO400M)
     return {**qwen, "MiniCPM-V-4.6": minicpm(), "Nemotron-3-Nano-Omni-30B-A3B": omni(), **others}
@@ -171,6 +187,7 @@ HUB_IDS = {
     "Falcon-H1-0.5B": "tiiuae/Falcon-H1-0.5B-Instruct",
     "Olmo-Hybrid-7B": "allenai/Olmo-Hybrid-7B",
     **{f"LFM2-{name}": f"LiquidAI/LFM2-{name}" for name in ("350M", "700M", "1.2B", "8B-A1B")},
+    "LFM3-1.7B": "LiquidAI/LFM3-1.7B",
     **{f"LFM2-VL-{name}": f"LiquidAI/LFM2-VL-{name}" for name in ("450M", "1.6B")},
     "Qwen3-Next-80B-A3B": "Qwen/Qwen3-Next-80B-A3B-Instruct",
 }
