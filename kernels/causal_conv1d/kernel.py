@@ -27,7 +27,7 @@ def load_weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS: tl.constexpr, HAS_B
     """The weights of the taps, a tuple, oldest first; and the bias."""
     weights = ()
     for tap in tl.static_range(TAPS):
-        weights += (tl.load(p_weight + tap * CHANNELS + o_c, mask=m_c, other=0.0),)
+        weights += (tl.load(p_weight + tap * CHANNELS + o_c, mask=m_c, other=0.0),)  # type: ignore[assignment]
     return weights, tl.load(p_bias + o_c, mask=m_c & HAS_BIAS, other=0.0)
 
 
@@ -49,7 +49,7 @@ def load_window(p_window, o_c, m_c, CHANNELS, TAPS: tl.constexpr):
     """The inputs in a window, a tuple, oldest first."""
     past = ()
     for tap in tl.static_range(TAPS - 1):
-        past += (tl.load(p_window + tap * CHANNELS + o_c, mask=m_c, other=0.0),)
+        past += (tl.load(p_window + tap * CHANNELS + o_c, mask=m_c, other=0.0),)  # type: ignore[assignment]
     return past
 
 
@@ -69,7 +69,7 @@ def _inputs_before(p_x, p_window, stop, begin, known, x_stride, o_c, m_c, CHANNE
     past = ()
     for tap in tl.static_range(TAPS - 1):
         position = stop - (TAPS - 1) + tap
-        past += (_input(p_x, p_window, position, begin, known, x_stride, o_c, m_c, CHANNELS, TAPS - 1),)
+        past += (_input(p_x, p_window, position, begin, known, x_stride, o_c, m_c, CHANNELS, TAPS - 1),)  # type: ignore[assignment]
     return past
 
 

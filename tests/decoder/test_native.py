@@ -25,7 +25,7 @@ from tiny_decoder import (
 )
 
 from decoder.config import WEIGHT_KINDS, DecoderConfig, DecoderOptions
-from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
+from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp, ShortConv
 from decoder.layers.experts import ExpertsMixer
 from decoder.layers.mlp import MlpMixer
 from decoder.layers.spec import Layer, MixerSpec
@@ -179,19 +179,32 @@ def test_experts_that_are_compact_beside_others(monkeypatch: pytest.MonkeyPatch)
     assert answered() == ({Kind.BF16}, found)
 
 
-@pytest.mark.parametrize(("options", "biased"), [
-    ({}, False), ({}, True), ({"dtype": torch.float32}, False), ({"weights": "int8", "activations": "int8"}, True),
-    ({"weights": "int8"}, False), ({"weights": "int4-32", "activations": "int8"}, False), ({"weights": "fp8"}, True),
-    ({}, None), ({"weights": "int8", "activations": "int8"}, None), ({"dtype": torch.bfloat16}, None),
+def mixed_config(kind: str, attention: bool) -> DecoderConfig:
+    """A model for the test below: `plain`, `biased`, `parallel` (mixers in one layer, then, with `attention`, norms
+    after a mixer) or `both-norms` (short convolutions of seven taps, and norms before and after all mixers)."""
+    if kind in ("plain", "biased"):
+        biased = kind == "biased"
+        return tiny_config("M-*-", hidden_size=160, intermediate_size=200, mlp_bias=biased, use_bias=biased)
+    if kind == "parallel":
+        own = OWN | {"gated_norm": "gate_only"}
+        config = parallel_config("P-P*-" if attention else "P-P", own, hidden_size=160)
+        last = [replace(layer, norm_before=i == 1, norm_after=True) for i, layer in enumerate(config.layers[3:])]
+        return replace(config, layers=(*config.layers[:3], *last))
+    config = delta_config("S-*S-", hidden_size=160, intermediate_size=200)
+    mixers = [replace(mixer, conv_kernel=7) if isinstance(mixer, ShortConv) else mixer for mixer in config.mixers]
+    return replace(config, layers=tuple(Layer((("mixer", mixer),), 0.9, norm_after=True) for mixer in mixers))
+
+
+@pytest.mark.parametrize(("options", "kind"), [
+    ({}, "plain"), ({}, "biased"), ({"dtype": torch.float32}, "plain"),
+    ({"weights": "int8", "activations": "int8"}, "biased"), ({"weights": "int8"}, "plain"),
+    ({"weights": "int4-32", "activations": "int8"}, "plain"), ({"weights": "fp8"}, "biased"),
+    ({}, "parallel"), ({"weights": "int8", "activations": "int8"}, "parallel"), ({"dtype": torch.bfloat16}, "parallel"),
+    ({}, "both-norms"), ({"weights": "int8", "activations": "int8"}, "both-norms"),
 ])  # fmt: skip
-def test_a_prompt_in_one_step_has_the_bits_of_one_in_small_steps(options: dict[str, Any], biased: bool | None) -> None:
-    """Products of many rows are computed in another way than those of few, in panels of 64 outputs and behind them.
-    `biased`: None for mixers in parallel, and norms after the last layers."""
-    config = parallel_config("P-P*-" if options else "P-P", OWN | {"gated_norm": "gate_only"}, hidden_size=160)
-    last = [replace(layer, norm_before=i == 1, norm_after=True) for i, layer in enumerate(config.layers[3:])]
-    config = replace(config, layers=(*config.layers[:3], *last))
-    if biased is not None:
-        config = tiny_config("M-*-", hidden_size=160, intermediate_size=200, mlp_bias=biased, use_bias=biased)
+def test_a_prompt_in_one_step_has_the_bits_of_one_in_small_steps(options: dict[str, Any], kind: str) -> None:
+    """Products of many rows are computed in another way than those of few, in panels of 64 outputs and behind them."""
+    config = mixed_config(kind, bool(options))
     prompts = [[3 + (7 * i + count) % 90 for i in range(count)] for count in (229, 3, 60)]
 
     def answered(rows: int) -> dict[str, list[tuple[int | None, float | None]]]:

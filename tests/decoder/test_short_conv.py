@@ -19,6 +19,7 @@ from decoder.config import RING, DecoderConfig, DecoderOptions
 from decoder.layers.descriptions import ShortConv
 from decoder.layers.short_conv import ShortConvMixer
 from decoder.layers.spec import Layer
+from kernels.rope import Rope
 
 SPECS = {f"{taps}{'b' * bias}": ShortConv(12, taps, bias) for taps, bias in ((2, False), (3, True), (7, False))}
 SLOTS, DRAFTS = 8, 3
@@ -141,9 +142,14 @@ def test_drafts_that_are_rejected_leave_nothing(name: str, replayed: bool, kept:
     close(layer.scan(x[computed:], current, computed), expected[computed:])
 
 
-def test_a_description_that_cannot_be_is_refused() -> None:
+def test_descriptions_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="conv_kernel must be at least 2, not 1"):
         ShortConv(32, 1)
+    with pytest.raises(ValueError, match="norm_before and norm_after are both false"):
+        Layer((("mixer", ShortConv(32)),), norm_before=False)
+    for frequencies in (0, 5):
+        with pytest.raises(ValueError, match=f"{frequencies} frequencies that are not 0 are given; 1 to 4 are"):
+            Rope(8, frequencies=frequencies)
 
 
 # -- whole models ------------------------------------------------------------------------------------------------------
