@@ -14,6 +14,7 @@ import torch
 from compiled import needs_compiled
 from speculation import answers
 from tiny_decoder import (
+    both_norms,
     delta_config,
     greedy_params,
     image,
@@ -25,7 +26,7 @@ from tiny_decoder import (
 )
 
 from decoder.config import WEIGHT_KINDS, DecoderConfig, DecoderOptions
-from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp, ShortConv
+from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
 from decoder.layers.experts import ExpertsMixer
 from decoder.layers.mlp import MlpMixer
 from decoder.layers.spec import Layer, MixerSpec
@@ -181,7 +182,7 @@ def test_experts_that_are_compact_beside_others(monkeypatch: pytest.MonkeyPatch)
 
 def mixed_config(kind: str, attention: bool) -> DecoderConfig:
     """A model for the test below: `plain`, `biased`, `parallel` (mixers in one layer, then, with `attention`, norms
-    after a mixer) or `both-norms` (short convolutions of seven taps, and norms before and after all mixers)."""
+    after a mixer) or `both-norms` (with short convolutions)."""
     if kind in ("plain", "biased"):
         biased = kind == "biased"
         return tiny_config("M-*-", hidden_size=160, intermediate_size=200, mlp_bias=biased, use_bias=biased)
@@ -190,9 +191,7 @@ def mixed_config(kind: str, attention: bool) -> DecoderConfig:
         config = parallel_config("P-P*-" if attention else "P-P", own, hidden_size=160)
         last = [replace(layer, norm_before=i == 1, norm_after=True) for i, layer in enumerate(config.layers[3:])]
         return replace(config, layers=(*config.layers[:3], *last))
-    config = delta_config("S-*S-", hidden_size=160, intermediate_size=200)
-    mixers = [replace(mixer, conv_kernel=7) if isinstance(mixer, ShortConv) else mixer for mixer in config.mixers]
-    return replace(config, layers=tuple(Layer((("mixer", mixer),), 0.9, norm_after=True) for mixer in mixers))
+    return both_norms(delta_config("S-*S-", hidden_size=160, intermediate_size=200))
 
 
 @pytest.mark.parametrize(("options", "kind"), [

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from speculation import Answers, answers, pairwise
-from tiny_decoder import delta_config, make_runner
+from tiny_decoder import both_norms, delta_config, make_runner
 from torch import Tensor
 from transformers.models.lfm2.configuration_lfm2 import Lfm2Config
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
@@ -155,8 +154,9 @@ def test_descriptions_that_cannot_be_are_refused() -> None:
 # -- whole models ------------------------------------------------------------------------------------------------------
 
 SMALL = {"seed": 1, "output": 12}
-SANDWICH = "S*S-"
-PATTERNS = ("SS", SANDWICH, "MSG*S")
+NORMED = "S*S-"
+"""With norms before and after all mixers."""
+PATTERNS = ("SS", NORMED, "MSG*S")
 CASES = pairwise(
     {
         "state_cache": ("none", "align", "all", "auto"),
@@ -172,12 +172,8 @@ CASES = pairwise(
 
 
 def config_of(pattern: str) -> DecoderConfig:
-    """`SANDWICH`: with seven taps, and norms before and after all mixers."""
     config = delta_config(pattern)
-    if pattern != SANDWICH:
-        return config
-    mixers = [replace(mixer, conv_kernel=7) if isinstance(mixer, ShortConv) else mixer for mixer in config.mixers]
-    return replace(config, layers=tuple(Layer((("mixer", mixer),), norm_after=True) for mixer in mixers))
+    return both_norms(config) if pattern == NORMED else config
 
 
 @pytest.fixture(scope="module")

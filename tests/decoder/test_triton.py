@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 from gated_decoder import gated_config
-from tiny_decoder import delta_config, greedy_params, make_runner, random_weights, request, run, tiny_config, tokens
+from tiny_decoder import (
+    both_norms,
+    delta_config,
+    greedy_params,
+    make_runner,
+    random_weights,
+    request,
+    run,
+    tiny_config,
+    tokens,
+)
 from triton_kernels import DEVICE
 
 from decoder.request import DecoderRequest
@@ -43,10 +53,11 @@ PROMPTS = {"a": [5, 9, 2, 5, 9, 2, 5, 9, 2, 5], "b": [4, 4, 4, 4]}
 )
 def test_kernels_give_what_the_references_give(pattern: str, options: dict[str, Any]) -> None:
     # With the gated delta rule, attention is gated, normed and has positions of three axes; with short convolutions it
-    # has a window and a gate per head.
+    # has a window and a gate per head, both have norms on both sides, and the convolutions have seven taps.
     config = delta_config(pattern)
     if "G" in pattern or pattern == "S*":
         config = gated_config(pattern, **({} if "G" in pattern else {"gate": False, "head_gate": True, "window": 5}))
+    config = both_norms(config) if pattern == "S*" else config
     weights = dict(random_weights(config))
     device = str(DEVICE)
 

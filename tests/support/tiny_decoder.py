@@ -76,6 +76,13 @@ def delta_config(pattern: str = "G-*G-", delta: dict[str, Any] | None = None, **
     return replace(plain, layers=tuple(layers))
 
 
+def both_norms(config: DecoderConfig) -> DecoderConfig:
+    """The same with norms before and after all mixers, each in a layer of its own, and short convolutions of seven
+    taps, as in LFM3."""
+    mixers = [replace(mixer, conv_kernel=7) if isinstance(mixer, ShortConv) else mixer for mixer in config.mixers]
+    return replace(config, layers=tuple(Layer((("mixer", mixer),), norm_after=True) for mixer in mixers))
+
+
 def parallel_config(pattern: str = "P-P", mamba: dict[str, Any] | None = None, **changes: Any) -> DecoderConfig:
     """The same with Mamba-2 and attention in one layer (P in the pattern), each with a factor. Attention has positions,
     norms of queries and keys, and a gate; `mamba` changes Mamba-2's description."""
