@@ -42,4 +42,4 @@ def cases(shape: ModelShape) -> Iterator[Case]:
             given = (*new(tokens), pool, tables, rows, starts, scale, meta(tokens, dtype=torch.int64))
             yield Case(f"{kind} {name}", partial(extend_attention, *given))
             if kind != "chunks":
-                yield Case(f"{kind} window {name}", partial(extend_attention, *given, WINDOW))
+                yield Case(f"{kind} window {name}", partial(extend_attention, *given, window=WINDOW))
