@@ -39,7 +39,8 @@ def cases(shape: ModelShape) -> Iterator[Case]:
         yield Case(f"decode window {name}", partial(decode, LONGEST, (k, v, rows), WINDOW))
         yield Case(f"write {name}", partial(write_kv, pool, k, v, rows))
         for kind, tokens in (("speculative", 256), ("chunks", 512), ("prefill", 4096)):
-            given = (*new(tokens), pool, tables, rows, starts, scale, meta(tokens, dtype=torch.int64))
+            q, k, v = new(tokens)
+            given = (q, k, v, pool, tables, rows, starts, scale, meta(tokens, dtype=torch.int64))
             yield Case(f"{kind} {name}", partial(extend_attention, *given))
             if kind != "chunks":
-                yield Case(f"{kind} window {name}", partial(extend_attention, *given, window=WINDOW))
+                yield Case(f"{kind} window {name}", partial(extend_attention, *given, WINDOW))
