@@ -40,6 +40,12 @@ class DerivedSizes:
         def merge_size(self) -> int:
             """Patches per image token along each side."""
 
+    def check_positive(self, *names: str) -> None:
+        """Raises `ValueError` naming the first of these fields that is below 1."""
+        for name in names:
+            if getattr(self, name) < 1:
+                raise ValueError(f"vision {name} must be at least 1, got {getattr(self, name)}")
+
     @property
     def patches_per_token(self) -> int:
         return self.merge_size**2

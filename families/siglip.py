@@ -46,12 +46,6 @@ class SiglipSizes(DerivedSizes):
             raise ValueError(f"vision hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
         check_activation(self.hidden_act)
 
-    def check_positive(self, *names: str) -> None:
-        """Raises `ValueError` naming the first of these fields that is below 1."""
-        for name in names:
-            if getattr(self, name) < 1:
-                raise ValueError(f"vision {name} must be at least 1, got {getattr(self, name)}")
-
     @property
     def num_prefix_tokens(self) -> int:
         """0: the tower has no prefix tokens."""

@@ -16,7 +16,7 @@ from encoder.stopwatch import Stopwatch
 from families.frames import check_pixels, check_tokens
 from families.minicpmv4_6.slicing import Part
 from families.minicpmv4_6.vision_config import VisionConfig
-from families.qwen3_5.image_rule import normalised, resize_bytes
+from families.qwen_images import normalised, resize_bytes
 
 if TYPE_CHECKING:
     import torch

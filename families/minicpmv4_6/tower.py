@@ -18,8 +18,8 @@ from encoder.weights import TowerWeights
 from families.minicpmv4_6.native import NativeMergingTower
 from families.minicpmv4_6.parts import Merger, Parts, WindowMerger
 from families.minicpmv4_6.vision_config import MERGER_EPS, VisionConfig
-from families.qwen3_5.image_rule import normalised
-from families.qwen3_5.video_rule import normalised_frames
+from families.qwen_images import normalised
+from families.qwen_videos import normalised_frames
 from families.siglip import read_layer, read_qkv
 from kernels.linear import AnyWeight
 

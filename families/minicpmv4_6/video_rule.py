@@ -26,7 +26,7 @@ from families.minicpmv4_6.image_rule import (
 )
 from families.minicpmv4_6.slicing import Part, Slicing
 from families.minicpmv4_6.vision_config import VisionConfig
-from families.qwen3_5.video_rule import UNKNOWN_FPS, normalised_frames, resize_frame
+from families.qwen_videos import UNKNOWN_FPS, normalised_frames, resize_frame
 
 if TYPE_CHECKING:
     import torch

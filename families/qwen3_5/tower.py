@@ -16,11 +16,11 @@ from encoder.pieces import finish
 from encoder.tower import PackedBatch
 from encoder.vit import Block, ViT
 from encoder.weights import TowerWeights
-from families.qwen3_5.image_rule import normalised
-from families.qwen3_5.video_rule import normalised_frames
+from families.axial import axial_rotations, frequencies, places
 from families.qwen3_5.vision_config import NORM_EPS, VisionConfig
+from families.qwen_images import normalised
+from families.qwen_videos import normalised_frames
 from kernels.linear import AnyWeight, Linear
-from kernels.pixel_shuffle import shuffle_order
 
 
 class QwenTower:
@@ -38,9 +38,7 @@ class QwenTower:
         self.vit = _vit(spec, stored)
         self.kinds = tuple(self.vit.projections)
         self._table_PD = stored.take("visual.pos_embed.weight").to(torch.float32, copy=True)
-        half = spec.head_dim // 2
-        exponents = torch.arange(0, half, 2, dtype=torch.float32, device=device) / half
-        self._frequencies = 1.0 / (spec.rope_theta**exponents)
+        self._frequencies = frequencies(spec.head_dim, spec.rope_theta, device)
         self.native = NativeViT(self.vit, max_rows) if compiled else None
         self.pieces = self.vit.pieces if self.native is None else self.native.pieces
         """`forward` as a generator that yields after each layer."""
@@ -53,7 +51,7 @@ class QwenTower:
     def positions(self, grid: Grid) -> Tensor:
         """`[T, D]` in the tower's dtype, in merge-block order: the square table interpolated bilinearly, with its
         corners on the grid's corners."""
-        rows_T, columns_T = _places(grid, self.sizes.merge_size)
+        rows_T, columns_T = places(grid, self.sizes.merge_size)
         side = self.sizes.table_side
         (top_T2, down_T2), (left_T2, across_T2) = _taps(rows_T, grid[0], side), _taps(columns_T, grid[1], side)
         taps_T4 = (top_T2[:, :, None] * side + left_T2[:, None]).flatten(1).to(self.device)
@@ -66,9 +64,7 @@ class QwenTower:
 
     def rotations(self, grid: Grid) -> Tensor:
         """`[T, head_dim]` float32: cosines of the row's and then of the column's angles, then the sines."""
-        places = (place_T.to(self.device) for place_T in _places(grid, self.sizes.merge_size))
-        angles_TF = torch.cat([place_T[:, None].float() * self._frequencies for place_T in places], 1)
-        return torch.cat((angles_TF.cos(), angles_TF.sin()), 1)
+        return axial_rotations(grid, self.sizes.merge_size, self._frequencies)
 
     def as_floats(self, patches: Tensor, *, kind: str = IMAGE) -> Tensor:
         """Normalises uint8 patches like the released image or video processor; result in the tower's dtype."""
@@ -82,12 +78,6 @@ class QwenTower:
     def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:
         """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory."""
         return finish(self.pieces(batch, kind=kind))
-
-
-def _places(grid: Grid, merge: int) -> tuple[Tensor, Tensor]:
-    """`[T]` int64 each: row and column of each patch, in merge-block order."""
-    order_T = shuffle_order(grid[0], grid[1], merge).view(-1)
-    return order_T // grid[1], order_T % grid[1]
 
 
 def _taps(place_T: Tensor, size: int, side: int) -> tuple[Tensor, Tensor]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from decoder.positions import Positions
 from encoder.item import Grid
 from families.family import ModelFiles, Target
 from families.files import checkpoint_errors
-from families.qwen3_5.image_rule import QwenImageRule
 from families.qwen3_5.positions import prompt_positions
-from families.qwen3_5.video_rule import QwenVideoRule
-from families.qwen3_5.vision_config import Resizing, VisionConfig, vision_fields
+from families.qwen3_5.vision_config import VisionConfig, vision_fields
+from families.qwen_images import QwenImageRule
+from families.qwen_videos import QwenVideoRule
 
 if TYPE_CHECKING:
     import torch
@@ -46,21 +45,8 @@ class QwenVision(VisionConfig):
     def video_rule(self) -> QwenVideoRule:
         return QwenVideoRule(self)
 
-    def limited(self, *, max_model_len: int, video_pruning_rate: float | None = None) -> QwenVision:
-        if video_pruning_rate:
-            raise ValueError(
-                f"video_pruning_rate {video_pruning_rate:g}: this model's videos cannot be pruned; 0 would work"
-            )
-        return replace(self, max_model_len=max_model_len)
-
     def positions(self, ids: Sequence[int], blocks: Sequence[tuple[int, Grid]]) -> Positions:
         return prompt_positions(len(ids), blocks, merge_size=self.merge_size)
-
-    def describe_preprocessing(self) -> str:
-        return (
-            f"patch {self.patch_size}, {self.temporal_patch_size} frames a patch, merge {self.merge_size}, "
-            f"images {_resizing(self.image)}, videos {_resizing(self.video)}"
-        )
 
 
 def read_vision(vision: Mapping[str, Any], text_hidden_size: int, files: ModelFiles) -> QwenVision:
@@ -74,8 +60,3 @@ def vision_targets(name: str) -> list[Target] | None:
     """The server's names for a stored tensor of the tower; None for other tensors."""
     name = name.removeprefix("model.")
     return [Target(name)] if name.startswith("visual.") else None
-
-
-def _resizing(numbers: Resizing) -> str:
-    mean, std = (" ".join(f"{value:g}" for value in values) for values in (numbers.mean, numbers.std))
-    return f"of {numbers.min_pixels} to {numbers.max_pixels} pixels, mean {mean}, deviation {std}"

@@ -21,7 +21,8 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 
 from encoder.item import VIDEO, EncoderItem
 from families.qwen3_5.vision import QwenVision
-from families.qwen3_5.vision_config import Resizing, vision_fields
+from families.qwen3_5.vision_config import vision_fields
+from families.qwen_media import Resizing
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from encoder.images import decode_image
 from encoder.item import VIDEO, EncoderItem
 from families.family import ModelFiles
 from families.files import CheckpointError
-from families.qwen3_5.image_rule import smart_resize
-from families.qwen3_5.video_rule import resized_frame
 from families.qwen3_5.vision import QwenVision, read_vision
-from families.qwen3_5.vision_config import Resizing, Sampling
+from families.qwen_images import smart_resize
+from families.qwen_media import Resizing, Sampling
+from families.qwen_videos import resized_frame
 
 RELEASED = QwenVision(hidden_size=64, num_layers=1, num_heads=1, intermediate_size=4, text_hidden_size=8)
 CLIP = Resizing(65536, 16777216, (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))

@@ -13,7 +13,7 @@ from encoder.item import BLOCK_MAJOR, EncoderItem, Grid, num_image_tokens
 from encoder.media_limits import RGB
 from encoder.stopwatch import Stopwatch
 from families.frames import check_pixels, check_tokens
-from families.qwen3_5.vision_config import MAX_ASPECT, VisionConfig
+from families.qwen_media import MAX_ASPECT, QwenMedia
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class QwenImageRule:
     """Implements `families.family.ImageRule` with the settings of `config`."""
 
-    config: VisionConfig
+    config: QwenMedia
 
     def grid(self, height: int, width: int) -> Grid:
         """The patch grid `(gh, gw)` of an image of `height` x `width` pixels."""

@@ -16,8 +16,8 @@ from encoder.item import BLOCK_MAJOR, VIDEO, EncoderItem, Grid, ItemLayout, num_
 from encoder.media_limits import RGB
 from encoder.stopwatch import Stopwatch
 from families.frames import check_tokens, checked_frames
-from families.qwen3_5.image_rule import check_shape, cut_blocks
-from families.qwen3_5.vision_config import MAX_ASPECT, VisionConfig
+from families.qwen_images import check_shape, cut_blocks
+from families.qwen_media import MAX_ASPECT, QwenMedia
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ UNKNOWN_FPS = 24.0
 class QwenVideoRule:
     """Implements `families.family.VideoRule` with the settings of `config`."""
 
-    config: VisionConfig
+    config: QwenMedia
 
     pruning_rate = 0.0
     """All rows of a clip are kept."""
@@ -127,7 +127,7 @@ class QwenVideoRule:
         return "".join(label + start + token + end for label in labels)
 
 
-def resized_frame(num_frames: int, height: int, width: int, config: VisionConfig) -> tuple[int, int]:
+def resized_frame(num_frames: int, height: int, width: int, config: QwenMedia) -> tuple[int, int]:
     """Height and width that each frame of a clip is resized to: the rule for images, with limits on the pixels of all
     frames together. A clip of one frame counts as a pair (the released processor rejects it)."""
     if num_frames < 1:
@@ -154,7 +154,7 @@ def resized_frame(num_frames: int, height: int, width: int, config: VisionConfig
     return rows, columns
 
 
-def _limit(num_frames: int, config: VisionConfig) -> int:
+def _limit(num_frames: int, config: QwenMedia) -> int:
     """Most pixels of all frames of a clip together. A limit on each frame may raise it above `max_pixels`."""
     low, high = config.video.min_pixels, config.video.max_pixels
     if (most := config.sampling.frame_tokens) is None:
@@ -162,7 +162,7 @@ def _limit(num_frames: int, config: VisionConfig) -> int:
     return max(min(most * config.factor**2, high // num_frames), int(low * 1.05)) * num_frames
 
 
-def _most_pixels(num_frames: int, config: VisionConfig) -> int:
+def _most_pixels(num_frames: int, config: QwenMedia) -> int:
     """Upper bound of the pixels in the patches of a clip of exactly `num_frames` frames of any size."""
     factor, together = config.factor, config.temporal_patch_size
     num_frames = max(num_frames, together)
