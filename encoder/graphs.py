@@ -20,7 +20,7 @@ from encoder.item import IMAGE, PatchSequence
 from encoder.layout import Layout, layout
 from encoder.plan import buffer_sizes
 from encoder.positions import PositionCache
-from encoder.tower import PackedBatch, Tower, patch_order, rotation_width
+from encoder.tower import PackedBatch, Tower, conv_side, patch_order, rotation_width
 from kernels.graphs import GraphPool, StaticGraph
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ CLEAR_WIN = 0.95
 costs."""
 
 INPUTS = ("patches", "positions", "source", "cu_seqlens", "token_rows")
-"""Buffers that every tower reads; towers with rotations have `rotations` too."""
+"""Buffers that every tower reads; towers with rotations have `rotations` too, those with convolutions `neighbours`."""
 
 
 class EncoderArena:
@@ -62,7 +62,7 @@ class EncoderArena:
         }
         # For each buffer the number of leading elements that an earlier batch may have left non-zero.
         self._dirty = dict.fromkeys(("patches", "positions", *("rotations",) * bool(rotation_width(sizes))), 0)
-        self._order = patch_order(sizes)
+        self._order, self._side = patch_order(sizes), conv_side(sizes)
 
     @property
     def bytes(self) -> int:
@@ -80,7 +80,9 @@ class EncoderArena:
         """Copies a batch into the view of `budget`: `[0, n)` is written, stale rows after it are cleared."""
         shape = self.shapes[budget]
         grids = [part.grid for part in sequences]
-        placed = layout(grids, prefix=self._prefix, merge=self._merge, shape=shape, order=self._order)
+        placed = layout(
+            grids, prefix=self._prefix, merge=self._merge, shape=shape, order=self._order, side=self._side
+        )  # fmt: skip
         buffers = self.view(budget, kind=kind)
         row = 0
         for part in sequences:
@@ -95,6 +97,8 @@ class EncoderArena:
         buffers["source"].copy_(placed.source_R)
         buffers["cu_seqlens"].copy_(placed.cu_seqlens)
         buffers["token_rows"].copy_(placed.token_rows_NM)
+        if placed.neighbours_RK is not None:
+            buffers["neighbours"].copy_(placed.neighbours_RK)
         return placed
 
     def _clear_stale(self, name: str, view: Tensor, rows: int) -> None:
@@ -107,7 +111,7 @@ class EncoderArena:
 
 
 def _inputs(view: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: view[name] for name in (*INPUTS, "rotations") if name in view}
+    return {name: view[name] for name in (*INPUTS, "rotations", "neighbours") if name in view}
 
 
 def _step(tower: Tower, shape: GraphShape, kind: str) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]:
@@ -123,6 +127,7 @@ def _step(tower: Tower, shape: GraphShape, kind: str) -> Callable[[Mapping[str, 
             token_rows_NM=inputs["token_rows"],
             max_seqlen=shape.rows,
             rotations_TF=inputs.get("rotations"),
+            neighbours_RK=inputs.get("neighbours"),
         )
         outputs["rows"].copy_(tower.forward(batch, kind=kind))
 

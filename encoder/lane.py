@@ -14,7 +14,7 @@ from encoder.item import IMAGE, PatchSequence
 from encoder.layout import layout
 from encoder.pieces import Pieces, finish
 from encoder.positions import PositionCache
-from encoder.tower import PackedBatch, Tower, patch_order
+from encoder.tower import PackedBatch, Tower, conv_side, patch_order
 
 log = logging.getLogger(__name__)
 
@@ -107,8 +107,9 @@ class Lane:
         sizes, device = self.tower.sizes, self.tower.device
         placed = layout(
             [part.grid for part in sequences], prefix=sizes.num_prefix_tokens, merge=sizes.merge_size,
-            order=patch_order(sizes),
+            order=patch_order(sizes), side=conv_side(sizes),
         )  # fmt: skip
+        around = placed.neighbours_RK
         cache = self._positions
         return PackedBatch(
             patches_TP=torch.cat([part.patches.to(device, self.tower.dtype) for part in sequences]),
@@ -118,6 +119,7 @@ class Lane:
             token_rows_NM=placed.token_rows_NM.to(device),
             max_seqlen=placed.max_seqlen,
             rotations_TF=torch.cat([cache.rotations(part.grid) for part in sequences]) if cache.rotates else None,
+            neighbours_RK=None if around is None else around.to(device),
         )
 
     def close(self) -> None:

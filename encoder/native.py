@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from encoder.pieces import Pieces
-from encoder.tower import PackedBatch, rotation_width
-from encoder.vit import Block, Norm, ViT, ViTSizes
+from encoder.tower import PackedBatch, conv_side, rotation_width
+from encoder.vit import Block, Norm, RmsNorm, ViT, ViTSizes, key_value_heads
 from kernels.activation_names import COMPILED
 from kernels.linear import Linear, Packed
 from kernels.native import Activation, Kind, NativeUnavailable, library
@@ -28,6 +28,8 @@ from kernels.native.tower import Code, Of, Place, Store, Tower, TowerOp, TowerSt
 from kernels.varlen_attention.reference import check_offsets
 
 log = logging.getLogger(__name__)
+
+AnyNorm = Norm | RmsNorm
 
 
 def runs_compiled(sizes: ViTSizes, dtype: torch.dtype, device: torch.device, mode: str) -> bool:
@@ -98,7 +100,8 @@ class CompiledTower:
         sizes, merged = self.sizes, self.sizes.patches_per_token
         self._ops = (TowerOp * len(self._added))(*self._added)
         self._native = Tower(
-            len(self._ops), ctypes.addressof(self._ops), 1, self._kind, sizes.hidden_size, sizes.num_heads, merged,
+            len(self._ops), ctypes.addressof(self._ops), 1, self._kind, sizes.hidden_size, sizes.num_heads,
+            key_value_heads(sizes), conv_side(sizes) ** 2, merged,
             max(sizes.hidden_size * merged, 2 * sizes.intermediate_size), table_KD.shape[0], self._floats(table_KD),
             None if projector_norm is None else self._floats(projector_norm), sizes.projector_eps,
             (sizes.hidden_size // sizes.num_heads) ** -0.5,
@@ -117,14 +120,18 @@ class CompiledTower:
             self._reserve(rows)
         check_offsets(bounds.tolist(), rows, rows)
         patches, positions, rotations = batch.patches_TP, batch.positions_TD, batch.rotations_TF
+        neighbours = batch.neighbours_RK
         assert patches.dtype == positions.dtype == self.dtype, (patches.dtype, positions.dtype, self.dtype)
         assert patches.is_contiguous() and positions.is_contiguous() and bounds.is_contiguous()
         assert (rotations is not None) == self.rotates
         assert rotations is None or (rotations.dtype == torch.float32 and rotations.is_contiguous())
+        assert neighbours is None or (neighbours.dtype == torch.int32 and neighbours.is_contiguous())
         return TowerStep(
-            rows, patches.shape[0], len(out), x_RD.data_ptr(), patches.data_ptr(), positions.data_ptr(),
+            rows, patches.shape[0], len(out), x_RD.data_ptr(), patches.data_ptr(),
+            positions.data_ptr() if positions.shape[1] else None,
             batch.source_R.data_ptr(), batch.token_rows_NM.data_ptr(), bounds.shape[0] - 1, bounds.data_ptr(),
-            None if rotations is None else rotations.data_ptr(), None, None, out.data_ptr(),
+            None if rotations is None else rotations.data_ptr(), None if neighbours is None else neighbours.data_ptr(),
+            None, None, out.data_ptr(),
         )  # fmt: skip
 
     def run(self, ops: range, step: TowerStep) -> None:
@@ -156,23 +163,43 @@ class CompiledTower:
         self._added.extend(ops)
         return range(len(self._added) - len(ops), len(self._added))
 
-    def embed(self, projection: Linear) -> range:
-        """Patches to rows of the residual stream."""
+    def embed(self, projection: Linear, norm: AnyNorm | None = None) -> range:
+        """Patches to rows of the residual stream, with an optional norm of these."""
         product = self.linear(projection, Place.PIXELS, Place.WIDE, of=Of.PATCHES, store=Store.FLOAT32)
-        return self.add(product, TowerOp(Code.EMBED))
+        return self.add(product, TowerOp(Code.EMBED) if norm is None else self.norm(norm, Code.EMBED))
 
     def block(self, block: Block) -> range:
         """Attention and MLP, added to the residual stream."""
         attention = self.attention(block.norm1, block.qkv, block.out)
-        return self.add(*attention, self.norm(block.norm2), *self._mlp(block.up, block.down))
+        return self.add(*attention, self.norm(block.norm2), *self.mlp(block.up, block.down))
 
-    def attention(self, norm: Norm, qkv: Linear, out: Linear) -> list[TowerOp]:
-        """Attention, added to the residual stream."""
+    def attention(
+        self, norm: AnyNorm, qkv: Linear, out: Linear, head_norms: tuple[RmsNorm, RmsNorm] | None = None
+    ) -> list[TowerOp]:
+        """Attention, added to the residual stream. `head_norms`: of each head's queries and keys, with one epsilon; for
+        towers with rotations."""
+        rotation = TowerOp(Code.ROTATE)
+        if head_norms is not None:
+            queries, keys = head_norms
+            assert self.rotates and queries.eps == keys.eps
+            rotation = TowerOp(
+                Code.ROTATE, norm=self._floats(torch.cat((queries.weight, keys.weight))), eps=queries.eps
+            )  # fmt: skip
         return [
             self.norm(norm),
             self.linear(qkv, Place.NORMED, Place.WIDE),
-            *(TowerOp(Code.ROTATE),) * self.rotates,
+            *(rotation,) * self.rotates,
             TowerOp(Code.ATTENTION),
+            self.linear(out, Place.NORMED, Place.STREAM, store=Store.ADD),
+        ]
+
+    def convolution(self, norm: AnyNorm, gates: Linear, weight_KD: Tensor, out: Linear) -> list[TowerOp]:
+        """Gated convolution over the grid, added to the residual stream. `gates`: `[3 D, D]`, of the inner gate, the
+        outer gate and the gated values; `weight_KD`: of each tap, row by row."""
+        return [
+            self.norm(norm),
+            self.linear(gates, Place.NORMED, Place.WIDE),
+            TowerOp(Code.CONVOLVE, norm=self._floats(weight_KD)),
             self.linear(out, Place.NORMED, Place.STREAM, store=Store.ADD),
         ]
 
@@ -189,11 +216,13 @@ class CompiledTower:
         store = self._store if store is None else store
         return TowerOp(Code.LINEAR, of, packed.descriptor, source, ld or packed.k, target, packed.n, store, activation)
 
-    def norm(self, norm: Norm, code: Code = Code.NORM) -> TowerOp:
-        """A layer norm of each row."""
-        return TowerOp(code, norm=self._floats(norm.weight), bias=self._floats(norm.bias), eps=norm.eps)
+    def norm(self, norm: AnyNorm, code: Code = Code.NORM) -> TowerOp:
+        """A norm of each row."""
+        bias = None if isinstance(norm, RmsNorm) else self._floats(norm.bias)
+        return TowerOp(code, norm=self._floats(norm.weight), bias=bias, eps=norm.eps)
 
-    def _mlp(self, up: Linear, down: Linear) -> list[TowerOp]:
+    def mlp(self, up: Linear, down: Linear) -> list[TowerOp]:
+        """The MLP, added to the residual stream."""
         if self.sizes.use_swiglu_ffn:
             both = up.out_features
             gate = TowerOp(Code.GATE, ld_source=both, activation=Activation.SILU)
@@ -267,4 +296,5 @@ def contiguous(batch: PackedBatch) -> PackedBatch:
         token_rows_NM=batch.token_rows_NM.contiguous(),
         max_seqlen=batch.max_seqlen,
         rotations_TF=None if batch.rotations_TF is None else batch.rotations_TF.contiguous(),
+        neighbours_RK=None if batch.neighbours_RK is None else batch.neighbours_RK.contiguous(),
     )

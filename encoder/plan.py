@@ -10,7 +10,7 @@ import torch
 
 from encoder.budget import EncoderBudgets, GraphShape, graph_shape, rows_per_image
 from encoder.item import IMAGE
-from encoder.tower import TowerSizes, rotation_width
+from encoder.tower import TowerSizes, conv_side, rotation_width
 from encoder.tune import Histogram, check_histogram, ladder_work, packed_work, real_tokens
 
 
@@ -20,13 +20,14 @@ def buffer_sizes(
     """Shape and dtype (None: the tower's) of each static buffer of one budget, wide enough for patches of all
     `kinds`."""
     width = max(sizes.patch_widths[kind] for kind in kinds)
-    rotated = rotation_width(sizes)
+    rotated, taps = rotation_width(sizes), conv_side(sizes) ** 2
     return {
         "patches": ((shape.patches, width), None),
         "positions": ((shape.patches, sizes.position_width), None),
         **({"rotations": ((shape.patches, rotated), torch.float32)} if rotated else {}),
         "source": ((shape.rows,), torch.int64),
         "cu_seqlens": ((shape.sequences + 1,), torch.int32),
+        **({"neighbours": ((shape.rows, taps), torch.int32)} if taps else {}),
         "token_rows": ((shape.capacity, sizes.patches_per_token), torch.int64),
         "rows": ((shape.capacity, sizes.row_width), None),
     }

@@ -1,6 +1,7 @@
 """The interface of a vision tower: its sizes, known before weights are read, and its forward pass.
 
-R tower rows, T patches, N image tokens, D features of a position, P values in a patch, M patches under an image token.
+R tower rows, T patches, N image tokens, D features of a position, P values in a patch, M patches under an image token,
+K taps of a convolution.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ class PackedBatch:
     max_seqlen: int
     rotations_TF: Tensor | None = None
     """float32 rotations of the patches, from `RotaryTower.rotations`; None for towers without."""
+    neighbours_RK: Tensor | None = None
+    """int32: the tower row under each tap of a convolution over the grid of the row's sequence, tap by tap and row by
+    row, and -1 beyond the grid's edge; None for towers without."""
 
 
 class TowerSizes(Protocol):
     """Sizes of a tower, from which budgets, buffers, plans and checks follow.
 
-    Two more are optional; the functions `rotation_width` and `patch_order` below read them.
+    Three more are optional; the functions `rotation_width`, `conv_side` and `patch_order` below read them.
     """
 
     @property
@@ -90,6 +94,11 @@ class TowerSizes(Protocol):
 def rotation_width(sizes: TowerSizes) -> int:
     """Width of the output of `RotaryTower.rotations`; 0 for towers without rotations."""
     return int(getattr(sizes, "rotation_width", 0))
+
+
+def conv_side(sizes: TowerSizes) -> int:
+    """Taps along each side of the convolutions over the grid of patches, an odd number; 0 for towers without."""
+    return int(getattr(sizes, "conv_side", 0))
 
 
 def patch_order(sizes: TowerSizes) -> str:

@@ -21,6 +21,7 @@ from kernels.activations import ACTIVATIONS
 from kernels.linear import Linear
 from kernels.patch_embed import patch_embed
 from kernels.pixel_shuffle import shuffle_norm
+from kernels.rms_norm import rms_norm
 from kernels.varlen_attention import varlen_attention
 
 
@@ -41,6 +42,18 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class RmsNorm:
+    """An RMS norm."""
+
+    weight: Tensor
+    """float32."""
+    eps: float
+
+    def __call__(self, x_RD: Tensor) -> Tensor:
+        return rms_norm(x_RD, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
 class Block:
     """`x + out(attention(norm1(x)))`, then `x + down(act(up(norm2(x))))`; layer scales are folded into the weights."""
 
@@ -57,7 +70,7 @@ Rotated = tuple[Tensor, Tensor]
 """Cosines and sines of each tower row, `[R, 1, 1, head width / 2]` float32."""
 
 
-def _rotations(rotations_TF: Tensor, source_R: Tensor, table_KD: Tensor) -> Rotated:
+def rotations(rotations_TF: Tensor, source_R: Tensor, table_KD: Tensor) -> Rotated:
     """Rotations of the tower rows: those of each row's patch; rows that are not patches are not rotated."""
     prefix, half = table_KD.shape[0], rotations_TF.shape[1] // 2
     fixed_KF = torch.cat((rotations_TF.new_ones(prefix, half), rotations_TF.new_zeros(prefix, half)), 1)
@@ -65,10 +78,10 @@ def _rotations(rotations_TF: Tensor, source_R: Tensor, table_KD: Tensor) -> Rota
     return rows_RF[..., :half], rows_RF[..., half:]
 
 
-def _rotate(x_R2HD: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotates in place, in float32."""
-    first, second = x_R2HD.float().chunk(2, -1)
-    x_R2HD.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotates heads, the last dimension of `x`, in place, in float32."""
+    first, second = x.float().chunk(2, -1)
+    x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
 
 
 class ViTSizes(TowerSizes, Protocol):
@@ -101,6 +114,11 @@ class ViTSizes(TowerSizes, Protocol):
     @property
     def projector_eps(self) -> float:
         """Epsilon of the projector's norm."""
+
+
+def key_value_heads(sizes: ViTSizes) -> int:
+    """Heads of keys and values, a divisor of `num_heads`: as many unless the sizes have `num_key_value_heads`."""
+    return int(getattr(sizes, "num_key_value_heads", sizes.num_heads))
 
 
 @dataclass(frozen=True)
@@ -136,7 +154,7 @@ class ViT:
         host once."""
         projection = self.projections[kind]
         x_RD = patch_embed(batch.patches_TP, projection, batch.positions_TD, self.table_KD, batch.source_R)
-        rotated = None if batch.rotations_TF is None else _rotations(batch.rotations_TF, batch.source_R, self.table_KD)
+        rotated = None if batch.rotations_TF is None else rotations(batch.rotations_TF, batch.source_R, self.table_KD)
         for block in self.blocks:
             x_RD = self._block(block, x_RD, batch, rotated)
             yield
@@ -153,7 +171,7 @@ class ViT:
         rows, heads, width = x_RD.shape[0], self.sizes.num_heads, self.sizes.hidden_size // self.sizes.num_heads
         qkv_R3HD = block.qkv(block.norm1(x_RD)).view(rows, 3, heads, width)
         if rotated is not None:
-            _rotate(qkv_R3HD[:, :2], *rotated)
+            rotate(qkv_R3HD[:, :2], *rotated)
         q_RHD, k_RHD, v_RHD = qkv_R3HD.unbind(1)
         mixed_RHD = varlen_attention(q_RHD, k_RHD, v_RHD, batch.cu_seqlens, batch.max_seqlen, scale=width**-0.5)
         x_RD = block.out(mixed_RHD.view(rows, heads * width)).add_(x_RD)

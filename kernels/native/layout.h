@@ -105,8 +105,8 @@ void add_varlen_attention(Layout& layout) {
     FIELD(VarlenAttention, q); FIELD(VarlenAttention, k); FIELD(VarlenAttention, v); FIELD(VarlenAttention, out);
     FIELD(VarlenAttention, stride); FIELD(VarlenAttention, head_stride); FIELD(VarlenAttention, out_stride);
     FIELD(VarlenAttention, stored_bf16); FIELD(VarlenAttention, out_bf16); FIELD(VarlenAttention, kind);
-    FIELD(VarlenAttention, heads); FIELD(VarlenAttention, width); FIELD(VarlenAttention, sequences);
-    FIELD(VarlenAttention, bounds); FIELD(VarlenAttention, scale);
+    FIELD(VarlenAttention, heads); FIELD(VarlenAttention, group); FIELD(VarlenAttention, width);
+    FIELD(VarlenAttention, sequences); FIELD(VarlenAttention, bounds); FIELD(VarlenAttention, scale);
 }
 
 void add_sample_params(Layout& layout) {
@@ -144,7 +144,7 @@ void add_tower_op(Layout& layout) {
 void add_tower(Layout& layout) {
     STRUCT(Tower);
     FIELD(Tower, count); FIELD(Tower, ops); FIELD(Tower, threads); FIELD(Tower, kind); FIELD(Tower, hidden);
-    FIELD(Tower, heads); FIELD(Tower, merged); FIELD(Tower, scratch); FIELD(Tower, table_rows); FIELD(Tower, table);
+    FIELD(Tower, heads); FIELD(Tower, kv_heads); FIELD(Tower, taps); FIELD(Tower, merged); FIELD(Tower, scratch); FIELD(Tower, table_rows); FIELD(Tower, table);
     FIELD(Tower, token_norm); FIELD(Tower, token_eps); FIELD(Tower, scale);
 }
 
@@ -152,8 +152,8 @@ void add_tower_step(Layout& layout) {
     STRUCT(TowerStep);
     FIELD(TowerStep, rows); FIELD(TowerStep, patches); FIELD(TowerStep, tokens); FIELD(TowerStep, x);
     FIELD(TowerStep, pixels); FIELD(TowerStep, positions); FIELD(TowerStep, source); FIELD(TowerStep, token_rows);
-    FIELD(TowerStep, sequences); FIELD(TowerStep, bounds); FIELD(TowerStep, rotations); FIELD(TowerStep, normed);
-    FIELD(TowerStep, wide); FIELD(TowerStep, out);
+    FIELD(TowerStep, sequences); FIELD(TowerStep, bounds); FIELD(TowerStep, rotations); FIELD(TowerStep, neighbours);
+    FIELD(TowerStep, normed); FIELD(TowerStep, wide); FIELD(TowerStep, out);
 }
 
 void add_numbers(Layout& layout) {
@@ -174,7 +174,7 @@ void add_numbers(Layout& layout) {
     VALUE_AS(TowerCode, TOWER_LINEAR, LINEAR); VALUE_AS(TowerCode, TOWER_EMBED, EMBED);
     VALUE_AS(TowerCode, TOWER_NORM, NORM); VALUE_AS(TowerCode, TOWER_GATE, GATE);
     VALUE_AS(TowerCode, TOWER_TOKEN, TOKEN); VALUE_AS(TowerCode, TOWER_ATTENTION, ATTENTION);
-    VALUE_AS(TowerCode, TOWER_ROTATE, ROTATE);
+    VALUE_AS(TowerCode, TOWER_ROTATE, ROTATE); VALUE_AS(TowerCode, TOWER_CONVOLVE, CONVOLVE);
     VALUE_AS(Of, OF_ROWS, ROWS); VALUE_AS(Of, OF_PATCHES, PATCHES); VALUE_AS(Of, OF_TOKENS, TOKENS);
     VALUE_AS(Place, IN_PIXELS, PIXELS); VALUE_AS(Place, IN_NORMED, NORMED); VALUE_AS(Place, IN_WIDE, WIDE);
     VALUE_AS(Place, IN_STREAM, STREAM); VALUE_AS(Place, IN_OUT, OUT);

@@ -232,13 +232,15 @@ struct Step {
     int64_t kept_count;
 };
 
-struct VarlenAttention {    // attention within each of several packed sequences
-    const void *q, *k, *v;  // (row r, head h, feature i) at r * stride + h * head_stride + i, in elements
-    void* out;              // (r, h, i) at r * out_stride + h * width + i
+struct VarlenAttention {  // attention within each of several packed sequences
+    const void *q, *k,
+        *v;     // (row r, head h, feature i) at r * stride + h * head_stride + i, in elements; k, v: h / group
+    void* out;  // (r, h, i) at r * out_stride + h * width + i
     int64_t stride, head_stride, out_stride;
     int64_t stored_bf16, out_bf16;  // whether q, k and v, and whether out, are bfloat16; else float32
     int64_t kind;                   // of the products' factors: BF16 or F32; sums are float32
-    int64_t heads, width, sequences;
+    int64_t heads, group;           // group: heads that share keys and values
+    int64_t width, sequences;
     const int32_t* bounds;  // [sequences + 1]
     float scale;            // above 0
 };

@@ -173,8 +173,8 @@ class VarlenAttention(Structure):
     _fields_ = [
         ("q", c_void_p), ("k", c_void_p), ("v", c_void_p), ("out", c_void_p), ("stride", c_int64),
         ("head_stride", c_int64), ("out_stride", c_int64), ("stored_bf16", c_int64), ("out_bf16", c_int64),
-        ("kind", c_int64), ("heads", c_int64), ("width", c_int64), ("sequences", c_int64), ("bounds", c_void_p),
-        ("scale", c_float),
+        ("kind", c_int64), ("heads", c_int64), ("group", c_int64), ("width", c_int64), ("sequences", c_int64),
+        ("bounds", c_void_p), ("scale", c_float),
     ]  # fmt: skip
 
 

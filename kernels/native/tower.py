@@ -18,6 +18,7 @@ class Code(IntEnum):
     TOKEN = 4
     ATTENTION = 5
     ROTATE = 6
+    CONVOLVE = 7
 
 
 class Of(IntEnum):
@@ -57,8 +58,9 @@ class TowerOp(Structure):
 class Tower(Structure):
     _fields_ = [
         ("count", c_int64), ("ops", c_void_p), ("threads", c_int64), ("kind", c_int64), ("hidden", c_int64),
-        ("heads", c_int64), ("merged", c_int64), ("scratch", c_int64), ("table_rows", c_int64), ("table", c_void_p),
-        ("token_norm", c_void_p), ("token_eps", c_float), ("scale", c_float),
+        ("heads", c_int64), ("kv_heads", c_int64), ("taps", c_int64), ("merged", c_int64),
+        ("scratch", c_int64), ("table_rows", c_int64), ("table", c_void_p), ("token_norm", c_void_p),
+        ("token_eps", c_float), ("scale", c_float),
     ]  # fmt: skip
 
 
@@ -66,5 +68,6 @@ class TowerStep(Structure):
     _fields_ = [
         ("rows", c_int64), ("patches", c_int64), ("tokens", c_int64), ("x", c_void_p), ("pixels", c_void_p),
         ("positions", c_void_p), ("source", c_void_p), ("token_rows", c_void_p), ("sequences", c_int64),
-        ("bounds", c_void_p), ("rotations", c_void_p), ("normed", c_void_p), ("wide", c_void_p), ("out", c_void_p),
+        ("bounds", c_void_p), ("rotations", c_void_p), ("neighbours", c_void_p), ("normed", c_void_p),
+        ("wide", c_void_p), ("out", c_void_p),
     ]  # fmt: skip

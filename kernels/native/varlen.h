@@ -27,16 +27,17 @@ struct PackedSequence {  // a source, see `attend`: one head of a sequence; `fir
     const VarlenAttention& a;
     const int64_t begin, rows, head, first;
 
-    const T* row(const void* rows_of_all, int64_t i) const {
-        return static_cast<const T*>(rows_of_all) + (begin + i) * a.stride + head * a.head_stride;
+    const T* row(const void* rows_of_all, int64_t i, int64_t of_head) const {
+        return static_cast<const T*>(rows_of_all) + (begin + i) * a.stride + of_head * a.head_stride;
     }
     int64_t first_key(int64_t) const { return 0; }
+    const T* query_row(int64_t i) const { return row(a.q, first + i, head); }
     int64_t last(int64_t) const { return rows - 1; }
     template <typename Cells>
     Words query(Cells, int64_t i, int64_t cell) const {
-        return Cells::row(row(a.q, first + i), a.width, cell);
+        return Cells::row(query_row(i), a.width, cell);
     }
-    void fetch_query(int64_t i) const { fetch(row(a.q, first + i), a.width); }
+    void fetch_query(int64_t i) const { fetch(query_row(i), a.width); }
     struct KeysAndValues {
         const T *keys, *values;
         int64_t stride, width, count;
@@ -52,7 +53,7 @@ struct PackedSequence {  // a source, see `attend`: one head of a sequence; `fir
         }
     };
     KeysAndValues keys_and_values(int64_t position, int64_t count) const {
-        return {row(a.k, position), row(a.v, position), a.stride, a.width, count};
+        return {row(a.k, position, head / a.group), row(a.v, position, head / a.group), a.stride, a.width, count};
     }
     void write(int64_t i, const float* numbers) const {
         const int64_t place = (begin + first + i) * a.out_stride + head * a.width;

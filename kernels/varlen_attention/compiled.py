@@ -37,7 +37,8 @@ def varlen_attention(
     bounds, bf16 = cu_seqlens.to(torch.int32).contiguous(), int(q_RHD.dtype == torch.bfloat16)
     attention = VarlenAttention(
         q_RHD.data_ptr(), k_RHD.data_ptr(), v_RHD.data_ptr(), out_RHD.data_ptr(), q_RHD.stride(0), q_RHD.stride(1),
-        heads * width, bf16, bf16, KINDS[q_RHD.dtype], heads, width, bounds.shape[0] - 1, bounds.data_ptr(), scale,
+        heads * width, bf16, bf16, KINDS[q_RHD.dtype], heads, heads // k_RHD.shape[1], width,
+        bounds.shape[0] - 1, bounds.data_ptr(), scale,
     )  # fmt: skip
     library().saccade_varlen_attention(ctypes.byref(attention), torch.get_num_threads())
     return out_RHD

@@ -1,7 +1,7 @@
 """Unmasked attention over packed sequences in Triton; README.md has the maths, FLOPs and bytes.
 
-R packed rows, H heads, D features per head (at most MAIN + REST), N sequences. A program computes M rows of one
-sequence and head.
+R packed rows, H heads, D features per head (at most MAIN + REST), N sequences; GROUP heads share keys and values. A
+program computes M rows of one sequence and head.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TILE_FLOAT32 = Tile(32, 32, 4, 2)
 @triton.jit(do_not_specialize=["sequences"])
 def _varlen(  # type: ignore[no-untyped-def]
     p_q,  # [R, H, D]
-    p_k,  # [R, H, D]
-    p_v,  # [R, H, D]
+    p_k,  # [R, H / GROUP, D]
+    p_v,  # [R, H / GROUP, D]
     p_out,  # [R, H, D]
     p_starts,  # [N + 1]
     sequences,
@@ -43,6 +43,7 @@ def _varlen(  # type: ignore[no-untyped-def]
     v_head,
     out_row,
     out_head,
+    GROUP: tl.constexpr,
     D: tl.constexpr,
     MAIN: tl.constexpr,
     REST: tl.constexpr,
@@ -68,8 +69,8 @@ def _varlen(  # type: ignore[no-untyped-def]
     m_m = o_m < length
     o_row = (begin + o_m).to(tl.int64)
     p_q_head = p_q + i_head * q_head + (o_row * q_row)[:, None]
-    p_k_head = p_k + i_head * k_head
-    p_v_head = p_v + i_head * v_head
+    p_k_head = p_k + i_head // GROUP * k_head
+    p_v_head = p_v + i_head // GROUP * v_head
     q = tl.load(p_q_head + o_d[None, :], mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
     acc = tl.zeros([BLOCK_M, MAIN], tl.float32)
     # A head of 80 is 64 + 16: with one block of 128 a third of the products would be with zeros.
@@ -155,6 +156,7 @@ def varlen_attention(
         v_head=v_RHD.stride(1),
         out_row=out_RHD.stride(0),
         out_head=out_RHD.stride(1),
+        GROUP=heads // k_RHD.shape[1],
         D=width,
         MAIN=main,
         REST=rest,

@@ -27,7 +27,8 @@ FAR_TOTAL = 20
 def varlen_attention(
     q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float
 ) -> Tensor:
-    """Every row attends to all rows of its own sequence: `[R, H, D]` -> new `[R, H, D]`.
+    """Every row attends to all rows of its own sequence: `[R, H, D]` -> new `[R, H, D]`. There may be fewer heads of
+    keys and values, a divisor of H: head h then reads number `h * heads of keys // H`.
 
     `cu_seqlens` `[sequences + 1]` int32: 0, then the end of each sequence, never decreasing, the last equal to R, so
     that every output row is written; `max_seqlen` is an upper bound of the lengths. q, k and v may be strided views.
@@ -35,6 +36,8 @@ def varlen_attention(
     """
     rows, heads, width = q_RHD.shape
     out_RHD = q_RHD.new_empty(rows, heads, width)
+    if (group := heads // k_RHD.shape[1]) > 1:
+        k_RHD, v_RHD = (x.repeat_interleave(group, 1) for x in (k_RHD, v_RHD))
     blocked = q_RHD.device.type == "cpu" and q_RHD.dtype == torch.bfloat16
     bounds = cu_seqlens.tolist()
     check_offsets(bounds, rows, max_seqlen)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from encoder.budget import EncoderBudgets, graph_shape
-from encoder.layout import layout
+from encoder.item import BLOCK_MAJOR, ROW_MAJOR
+from encoder.layout import layout, neighbours
 from encoder.pieces import finish
 from encoder.positions import PositionCache
 
@@ -40,6 +41,35 @@ def test_the_last_sequence_is_for_padding_alone() -> None:
     layout(GRIDS, prefix=PREFIX, merge=2, shape=shape)
     with pytest.raises(AssertionError, match="4 images"):
         layout([*GRIDS, (2, 2)], prefix=PREFIX, merge=2, shape=shape)
+
+
+@pytest.mark.parametrize("order", [ROW_MAJOR, BLOCK_MAJOR])
+@pytest.mark.parametrize(("grid", "merge", "side"), [((4, 6), 2, 3), ((3, 3), 3, 5), ((2, 5), 1, 3), ((2, 2), 2, 7)])
+def test_neighbours_are_those_of_the_grid(order: str, grid: tuple[int, int], merge: int, side: int) -> None:
+    """Compared with a loop over rows and columns."""
+    rows, columns = grid
+    cells = [(row, column) for row in range(rows) for column in range(columns)]
+    if order == BLOCK_MAJOR:
+        cells.sort(key=lambda cell: (cell[0] // merge, cell[1] // merge, cell))
+    reach = range(-(side // 2), side // 2 + 1)
+    expected = [
+        [cells.index((r + y, c + x)) if (r + y, c + x) in cells else -1 for y in reach for x in reach] for r, c in cells
+    ]
+    assert neighbours(grid, merge, order, side).tolist() == expected
+
+
+def test_neighbours_are_tower_rows_of_the_same_sequence() -> None:
+    shape = graph_shape(8, EncoderBudgets((8,), 4), prefix=PREFIX, patches_per_token=4)
+    placed = layout(GRIDS, prefix=PREFIX, merge=2, shape=shape, order=BLOCK_MAJOR, side=3)
+    assert placed.neighbours_RK is not None and placed.neighbours_RK.shape == (shape.rows, 9)
+    row = 0
+    for grid in GRIDS:
+        first, row = row + PREFIX, row + PREFIX + grid[0] * grid[1]
+        around = neighbours(grid, 2, BLOCK_MAJOR, 3)
+        assert torch.equal(placed.neighbours_RK[first:row], torch.where(around < 0, -1, around + first).int())
+        assert (placed.neighbours_RK[first - PREFIX : first] == -1).all()
+    assert (placed.neighbours_RK[row:] == -1).all()
+    assert layout(GRIDS, prefix=PREFIX, merge=2).neighbours_RK is None
 
 
 def test_an_exact_layout_has_no_padding() -> None:

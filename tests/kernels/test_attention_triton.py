@@ -244,6 +244,14 @@ def test_varlen(width: int, dtype: torch.dtype) -> None:
             assert_as_good(out[begin:end], exact, same)
 
 
+def test_varlen_heads_share_keys_and_values_in_order() -> None:
+    bounds = torch.tensor([0, 1, 64, 141], dtype=torch.int32)
+    q, k, v = torch.randn(141, 8, 24).split((4, 2, 2), 1)
+    repeated = (x.repeat_interleave(2, 1) for x in (k, v))
+    shared = varlen.varlen_attention(q, k, v, bounds, 141, scale=0.2)
+    assert torch.equal(shared, varlen.varlen_attention(q, *repeated, bounds, 141, scale=0.2))
+
+
 def test_head_parts_cover_the_width_in_powers_of_two() -> None:
     found = {width: varlen.head_parts(width) for width in (8, 64, 72, 80, 96, 112, 128)}
     wanted = {8: (16, 0), 64: (64, 0), 72: (64, 16), 80: (64, 16), 96: (64, 32), 112: (128, 0), 128: (128, 0)}

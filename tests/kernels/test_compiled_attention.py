@@ -142,6 +142,16 @@ def test_what_is_not_a_number_stays_in_its_sequence(dtype: torch.dtype, which: s
     assert torch.equal(found, clean)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_share_keys_and_values_in_order(dtype: torch.dtype) -> None:
+    lengths = [70, 3]
+    bounds = torch.tensor([0, 70, 73], dtype=torch.int32)
+    shared = packed(lengths, dtype, heads=8)[:, 0].split((4, 2, 2), 1)
+    assert takes(*shared, 0.25)
+    repeated = torch.stack((shared[0], *(x.repeat_interleave(2, 1) for x in shared[1:])), 1)
+    assert torch.equal(varlen_attention(*shared, bounds, 70, scale=0.25), attention(repeated, lengths, 0.25))
+
+
 def test_it_takes_one_layout_and_two_dtypes() -> None:
     q, k, v = packed([7], torch.bfloat16).unbind(1)
     assert takes(q, k, v, 0.5)

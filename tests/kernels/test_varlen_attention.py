@@ -90,6 +90,22 @@ def test_heads_and_strides_do_not_mix() -> None:
     assert torch.equal(views, copies)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_share_keys_and_values_in_order(dtype: torch.dtype) -> None:
+    lengths = [70, 3]
+    heads = packed(lengths, dtype, heads=6)[:, 0]
+    q, k, v = heads.split((4, 1, 1), 1)
+    shared = varlen_attention(q, *(x.expand(-1, 2, -1) for x in (k, v)), offsets(lengths), 70, scale=0.25)
+    assert torch.equal(shared, varlen_attention(q, k, v, offsets(lengths), 70, scale=0.25))
+    two = torch.cat((k, k.flip(0)), 1), torch.cat((v, v.flip(0)), 1)
+    found = varlen_attention(q, *two, offsets(lengths), 70, scale=0.25)
+    apart = [
+        varlen_attention(q[:, [head]], *(x[:, [head // 2]] for x in two), offsets(lengths), 70, scale=0.25)
+        for head in range(4)
+    ]
+    torch.testing.assert_close(found, torch.cat(apart, 1))
+
+
 def test_working_in_portions_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [60] * 7
     qkv = packed(lengths, torch.bfloat16)

@@ -94,7 +94,8 @@ void attention() {
     VarlenAttention all{};
     all.q = qkv.data(), all.k = qkv.data() + side, all.v = qkv.data() + 2 * side, all.out = out.data();
     all.stride = 3 * side, all.head_stride = width, all.out_stride = side, all.kind = BF16;
-    all.heads = heads, all.width = width, all.sequences = sequences, all.bounds = bounds.data(), all.scale = scale;
+    all.heads = heads, all.group = 1, all.width = width, all.sequences = sequences, all.bounds = bounds.data(),
+    all.scale = scale;
     saccade_varlen_attention(&all, 2);
     fwrite(out.data(), sizeof(float), out.size(), stdout);
     if (sequences > 1 || width % Bf16Cells::EACH) return;
