@@ -9,6 +9,7 @@ from families import (
     lfm2,
     lfm2_vl,
     lfm3,
+    lfm3_vl,
     minicpmv4_6,
     minicpmv4_7,
     nemotron_h,
@@ -34,6 +35,7 @@ FAMILIES: tuple[Family, ...] = (
     lfm2.MOE_FAMILY,
     lfm2_vl.FAMILY,
     lfm3.FAMILY,
+    lfm3_vl.FAMILY,
     minicpmv4_6.FAMILY,
     minicpmv4_7.FAMILY,
 )

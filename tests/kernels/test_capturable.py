@@ -17,6 +17,8 @@ from decoder.graphs import DecoderGraphs, graph_bytes
 from encoder.budget import EncoderBudgets, graph_shape
 from encoder.graphs import _step
 from encoder.plan import buffer_sizes
+from families.lfm3_vl.tower import GridTower
+from families.lfm3_vl.vision import GridVision
 from families.nemotron_h_omni.tower import RadioTower
 from families.nemotron_h_omni.vision import RadioVision
 from families.qwen3_5.tower import QwenTower
@@ -110,6 +112,22 @@ def test_steps_of_an_encoder_that_rotates(kind: str, launches: list[Launch]) -> 
     buffers = {name: torch.empty(size, dtype=kind or tower.dtype, device=META) for name, (size, kind) in sizes.items()}
     _step(tower, shape, kind)(buffers, buffers)
     assert _without_products(launches) == ["_embed", *["_varlen"] * given.config.num_layers, "_shuffle_norm"]
+
+
+def test_steps_of_an_encoder_that_convolves(launches: list[Launch]) -> None:
+    config = GridVision(
+        hidden_size=32, layer_types=("conv", "full_attention"), num_heads=2, num_key_value_heads=1,
+        intermediate_size=32, text_hidden_size=16, projector_hidden_size=32, patch_size=4,
+    )  # fmt: skip
+    weights = {name: torch.empty(shape, device=META) for name, shape in config.expected_weights().items()}
+    tower = GridTower(config, weights.items(), dtype=torch.bfloat16, device=META)
+    shape = graph_shape(20, EncoderBudgets((12, 20), 2), prefix=0, patches_per_token=4)
+    sizes = buffer_sizes(shape, config, ("video",))
+    buffers = {name: torch.empty(size, dtype=kind or tower.dtype, device=META) for name, (size, kind) in sizes.items()}
+    _step(tower, shape, "video")(buffers, buffers)
+    names = _without_products(launches)
+    assert names.count("_varlen") == 1 and names[-1] == "_shuffle_norm"
+    assert set(names) == {"_rms_norm_kernel", "_varlen", "_shuffle_norm"}
 
 
 def test_a_read_by_the_host_is_seen() -> None:

@@ -133,6 +133,19 @@ SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 2
 """Sizes of SigLIP2 towers."""
 
 
+def lfm3_vl() -> dict[str, Any]:
+    """LFM3-VL-2B, as transformers describes it."""
+    return {
+        "model_type": "lfm3_vl", "architectures": ["Lfm3VlForConditionalGeneration"], "dtype": "bfloat16",
+        "image_token_id": 125030, "video_token_id": 125029, "projector_bias": True, "projector_hidden_act": "gelu",
+        "projector_hidden_size": 4096, "tie_word_embeddings": True, "text_config": lfm3(),
+        "vision_config": {
+            "model_type": "lfm3_vl_vision", "hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 14,
+            "num_attention_heads": 16, "num_key_value_heads": 8, "patch_size": 16, "conv_kernel_size": 3,
+        },
+    }  # fmt: skip
+
+
 def nemotron(pattern: str, **fields: Any) -> dict[str, Any]:
     """A NemotronH decoder with this layer pattern."""
     return {
@@ -172,7 +185,7 @@ def models() -> dict[str, dict[str, Any]]:
     others |= {"Falcon-H1-0.5B": falcon(), "Olmo-Hybrid-7B": olmo(), "Qwen3-Next-80B-A3B": qwen_next()}
     others["LFM2-350M"], others["LFM2-700M"] = lfm2(1024, 16, 6656), lfm2(1536, 24, 10240)
     others["LFM2-1.2B"], others["LFM2-8B-A1B"] = lfm2(2048, 32, 12288), lfm2_moe()
-    others["LFM3-1.7B"] = lfm3()
+    others["LFM3-1.7B"], others["LFM3-VL-2B"] = lfm3(), lfm3_vl()
     others["LFM2-VL-450M"] = lfm2_vl(others["LFM2-350M"], **BASE)
     others["LFM2-VL-1.6B"] = lfm2_vl(others["LFM2-1.2B"], **SO400M)
     return {**qwen, "MiniCPM-V-4.6": minicpm(), "Nemotron-3-Nano-Omni-30B-A3B": omni(), **others}
@@ -187,7 +200,7 @@ HUB_IDS = {
     "Falcon-H1-0.5B": "tiiuae/Falcon-H1-0.5B-Instruct",
     "Olmo-Hybrid-7B": "allenai/Olmo-Hybrid-7B",
     **{f"LFM2-{name}": f"LiquidAI/LFM2-{name}" for name in ("350M", "700M", "1.2B", "8B-A1B")},
-    "LFM3-1.7B": "LiquidAI/LFM3-1.7B",
+    **{name: f"LiquidAI/{name}" for name in ("LFM3-1.7B", "LFM3-VL-2B")},
     **{f"LFM2-VL-{name}": f"LiquidAI/LFM2-VL-{name}" for name in ("450M", "1.6B")},
     "Qwen3-Next-80B-A3B": "Qwen/Qwen3-Next-80B-A3B-Instruct",
 }

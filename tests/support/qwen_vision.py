@@ -22,7 +22,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from encoder.item import VIDEO, EncoderItem
 from families.qwen3_5.vision import QwenVision
 from families.qwen3_5.vision_config import vision_fields
-from families.qwen_media import Resizing
+from families.qwen_media import QwenMedia, Resizing
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TinyQwen:
         return list(found.split([item.tokens for item in items]))
 
 
-def oracle_patches(config: QwenVision, item: EncoderItem) -> Tensor:
+def oracle_patches(config: QwenMedia, item: EncoderItem) -> Tensor:
     """Float patches in transformers' layout: an image's frame appears twice."""
     patches = item.patches.float()
     if item.kind == VIDEO:
@@ -76,7 +76,7 @@ def tiny_qwen(seed: int = 0, *, dtype: torch.dtype = torch.float32, text_hidden:
     return TinyQwen(oracle, QwenVision(**fields), weights)
 
 
-def random_item(config: QwenVision, grid: tuple[int, int], seed: int = 0, *, pairs: int = 0) -> EncoderItem:
+def random_item(config: QwenMedia, grid: tuple[int, int], seed: int = 0, *, pairs: int = 0) -> EncoderItem:
     """Normal noise, float32: a clip of `pairs` temporal patches, or an image."""
     kind = "video" if pairs else "image"
     generator = torch.Generator().manual_seed(seed)
@@ -88,7 +88,7 @@ def random_item(config: QwenVision, grid: tuple[int, int], seed: int = 0, *, pai
     )  # fmt: skip
 
 
-def image_processor(config: QwenVision) -> Qwen2VLImageProcessorPil:
+def image_processor(config: QwenMedia) -> Qwen2VLImageProcessorPil:
     """transformers' own image processor, with Pillow."""
     numbers = config.image
     return Qwen2VLImageProcessorPil(
@@ -98,7 +98,7 @@ def image_processor(config: QwenVision) -> Qwen2VLImageProcessorPil:
     )  # fmt: skip
 
 
-def video_processor(config: QwenVision) -> Any:
+def video_processor(config: QwenMedia) -> Any:
     """transformers' own video processor, built without its constructor, which needs torchvision, and with torchvision's
     resize of uint8 images in torch."""
     made: Any = object.__new__(Qwen3VLVideoProcessor)
@@ -129,7 +129,7 @@ def replace_torchvision(monkeypatch: Any) -> None:
     monkeypatch.setattr(backends, "pil_torch_interpolation_mapping", {2: "bilinear", 3: "bicubic"}, raising=False)
 
 
-def video_pixels(config: QwenVision, frames: Sequence[Tensor], monkeypatch: Any) -> tuple[Tensor, list[int]]:
+def video_pixels(config: QwenMedia, frames: Sequence[Tensor], monkeypatch: Any) -> tuple[Tensor, list[int]]:
     """Patches and (t, h, w) of a clip of `[H, W, 3]` uint8 frames, as the released processor makes them."""
     replace_torchvision(monkeypatch)
     made = video_processor(config)
