@@ -197,12 +197,14 @@ inline void prepare_heads(
 inline void gate_row(const Model& m, const AttentionShape& shape, int64_t token, float* out) {
     const float *from = m.mid + token * m.mid_ld,
                 *gates = m.wide + token * m.ld + shape.column + (shape.q_heads + 2 * shape.kv_heads) * shape.width;
-    for (int64_t head = 0; head < shape.q_heads && shape.head_gate; head++, from += shape.width, out += shape.width) {
-        const float divisor = 1.0f + fast_exp(-gates[head]);
+    if (shape.head_gate) {
+        for (int64_t head = 0; head < shape.q_heads; head++, from += shape.width, out += shape.width) {
+            const float divisor = 1.0f + fast_exp(-gates[head]);
 #pragma omp simd
-        for (int64_t i = 0; i < shape.width; i++) out[i] = from[i] / divisor;
+            for (int64_t i = 0; i < shape.width; i++) out[i] = from[i] / divisor;
+        }
+        return;
     }
-    if (shape.head_gate) return;
 #pragma omp simd
     for (int64_t i = 0; i < shape.q_heads * shape.width; i++) out[i] = from[i] / (1.0f + fast_exp(-gates[i]));
 }

@@ -73,6 +73,7 @@ struct FewKeys {
     }
     const FewKeys& for_head(int64_t) const { return *this; }
     int64_t last(int64_t) const { return rows - 1; }
+    int64_t first_key(int64_t) const { return 0; }
     template <typename Cells>
     Words query(Cells, int64_t i, int64_t cell) const {
         return Cells::row(row(0, first + i), width, cell);
@@ -102,7 +103,7 @@ void attention() {
     FewKeys keys{qkv.data(), rows, heads, width, rows - count, before, {}, few.data()};
     keys.store_keys();
     const FewKeys* next = nullptr;
-    attend_few<uint16_t>(width, scale, keys, 1, width, count, 0, next, scratch);
+    attend_few<uint16_t>(width, scale, keys, 1, width, count, next, scratch);
     fwrite(few.data(), sizeof(float), few.size(), stdout);
 }
 #endif
