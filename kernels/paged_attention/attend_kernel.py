@@ -142,10 +142,17 @@ def attend(
         position = length - 1 if DECODE else old + first
         open_from = tl.maximum(position + 1 - WINDOW, 0)  # the first key that the program reads
         start = tl.where(open_from < old, open_from // BLOCK_N, blocks_old + (open_from - old) // BLOCK_N)
-    # Splits depend on the row's own length only, so that other rows of the batch do not change its rounding.
-    share = tl.maximum(tl.cdiv(blocks - start, SPLITS), SPLIT // BLOCK_N) if SPLITS > 1 else blocks - start
-    low = start + i_split * share
-    high = tl.minimum(low + share, blocks)
+    # Splits depend on the row's own length only, so that other rows of the batch do not change its rounding. Old and
+    # new keys may make one block more than all keys together: it belongs to the last split, or a row of SPLITS * SPLIT
+    # keys would be divided otherwise than in a launch with more splits.
+    if SPLITS > 1:
+        divided = tl.maximum(tl.cdiv(old + new, BLOCK_N) - start, 1)
+        share = tl.maximum(tl.cdiv(divided, SPLITS), SPLIT // BLOCK_N)
+        low = start + tl.where(i_split * share < divided, i_split * share, blocks)
+        high = tl.where((i_split + 1) * share < divided, low + share, blocks)
+    else:  # as with several splits: with `start` and `blocks` themselves, programs of sm_86 and sm_100 spill
+        low = start + i_split * (blocks - start)
+        high = tl.minimum(low + blocks, blocks)
     acc = tl.zeros([BLOCK_M, BLOCK_P], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)

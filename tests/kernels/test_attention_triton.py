@@ -94,6 +94,19 @@ def test_decode(heads: int, kv_heads: int, width: int, dtype: torch.dtype, fused
 
 
 @pytest.mark.usefixtures("short_splits")
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("length", [31, 32, 33, 64, 65, 1024])
+def test_splits_of_a_row_do_not_depend_on_the_longest_row(length: int, window: int | None) -> None:
+    """As many keys as splits can hold are one block more with the new key in a block of its own."""
+    pages = Pages([length], 2, 16, torch.float32)
+    pages.write(0, length - 1)
+    q, fresh = torch.randn(1, 4, 16), (pages.k[0][-1:], pages.v[0][-1:], torch.tensor([-1]))
+    given = q, pages.pool, pages.tables, torch.tensor([length]), 0.3
+    alone = paged.decode_attention(*given, length, fresh, window)
+    assert torch.equal(paged.decode_attention(*given, 5000, fresh, window), alone)
+
+
+@pytest.mark.usefixtures("short_splits")
 @pytest.mark.parametrize(("first", "window"), [(1, None), (40, None), (40, 20)])
 def test_decode_after_a_place(first: int, window: int | None) -> None:
     """Keys before the place are NaN; a row that ends before it gives zeros."""
