@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from encoder.media_limits import RGB
 from kernels.activation_names import COMPILED
+
+if TYPE_CHECKING:
+    import torch
+
+    from encoder.vit import ViTSizes
 
 
 def check_activation(name: str) -> None:
@@ -39,6 +44,12 @@ class DerivedSizes:
         @property
         def merge_size(self) -> int:
             """Patches per image token along each side."""
+
+    def not_compiled(self, dtype: torch.dtype, device: torch.device) -> str:
+        """Why the tower has no compiled code for this dtype and device; empty if it has."""
+        from encoder.native import not_compiled
+
+        return not_compiled(cast("ViTSizes", self), dtype, device)  # the sizes of all towers that are compiled
 
     def check_positive(self, *names: str) -> None:
         """Raises `ValueError` naming the first of these fields that is below 1."""

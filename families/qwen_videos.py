@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from encoder.item import BLOCK_MAJOR, VIDEO, EncoderItem, Grid, ItemLayout, num_image_tokens
+from encoder.item import BLOCK_MAJOR, IMAGE, VIDEO, EncoderItem, Grid, ItemLayout, num_image_tokens
 from encoder.media_limits import RGB
 from encoder.stopwatch import Stopwatch
 from families.frames import check_tokens, checked_frames
-from families.qwen_images import check_shape, cut_blocks
+from families.qwen_images import check_shape, cut_blocks, normalised
 from families.qwen_media import MAX_ASPECT, QwenMedia
 
 if TYPE_CHECKING:
@@ -189,3 +189,14 @@ def normalised_frames(patches_TP: torch.Tensor, mean: Sequence[float], std: Sequ
 
     planes = patches_TP.view(patches_TP.shape[0], RGB, -1).float()
     return normalise(planes[..., None], mean, std)[..., 0].view(patches_TP.shape)
+
+
+def as_floats(patches_TP: torch.Tensor, kind: str, config: QwenMedia, dtype: torch.dtype) -> torch.Tensor:
+    """Normalises uint8 patches of an image or a clip like the released processors; others only get the dtype."""
+    import torch
+
+    if patches_TP.dtype != torch.uint8:
+        return patches_TP.to(dtype)
+    if kind == IMAGE:
+        return normalised(patches_TP, config.image.mean, config.image.std).to(dtype)
+    return normalised_frames(patches_TP, config.video.mean, config.video.std).to(dtype)

@@ -29,11 +29,6 @@ class TiledVision(VisionConfig):
 
         return NaFlexTower(self, weights, dtype=dtype, device=device, native=native, max_rows=max_rows)
 
-    def not_compiled(self, dtype: torch.dtype, device: torch.device) -> str:
-        from encoder.native import not_compiled
-
-        return not_compiled(self, dtype, device)
-
     @property
     def image_rule(self) -> TiledImageRule:
         return TiledImageRule(self)

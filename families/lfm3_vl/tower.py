@@ -22,8 +22,7 @@ from families.lfm3.config import FULL
 from families.lfm3_vl.native import NativeGridTower
 from families.lfm3_vl.parts import Attention, Convolution, Layer, Parts
 from families.lfm3_vl.vision_config import PROJECTOR, PROJECTOR_EPS, TOWER, VisionConfig
-from families.qwen_images import normalised
-from families.qwen_videos import normalised_frames
+from families.qwen_videos import as_floats
 from kernels.linear import AnyWeight, Linear
 
 
@@ -60,12 +59,7 @@ class GridTower:
 
     def as_floats(self, patches: Tensor, *, kind: str = IMAGE) -> Tensor:
         """Normalises uint8 patches like the released image or video processor; result in the tower's dtype."""
-        sizes = self.sizes
-        if patches.dtype != torch.uint8:
-            return patches.to(self.dtype)
-        if kind == IMAGE:
-            return normalised(patches, sizes.image.mean, sizes.image.std).to(self.dtype)
-        return normalised_frames(patches, sizes.video.mean, sizes.video.std).to(self.dtype)
+        return as_floats(patches, kind, self.sizes, self.dtype)
 
     def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:
         """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory."""

@@ -18,8 +18,7 @@ from encoder.vit import Block, ViT
 from encoder.weights import TowerWeights
 from families.axial import axial_rotations, frequencies, places
 from families.qwen3_5.vision_config import NORM_EPS, VisionConfig
-from families.qwen_images import normalised
-from families.qwen_videos import normalised_frames
+from families.qwen_videos import as_floats
 from kernels.linear import AnyWeight, Linear
 
 
@@ -68,12 +67,7 @@ class QwenTower:
 
     def as_floats(self, patches: Tensor, *, kind: str = IMAGE) -> Tensor:
         """Normalises uint8 patches like the released image or video processor; result in the tower's dtype."""
-        sizes = self.sizes
-        if patches.dtype != torch.uint8:
-            return patches.to(self.dtype)
-        if kind == IMAGE:
-            return normalised(patches, sizes.image.mean, sizes.image.std).to(self.dtype)
-        return normalised_frames(patches, sizes.video.mean, sizes.video.std).to(self.dtype)
+        return as_floats(patches, kind, self.sizes, self.dtype)
 
     def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:
         """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory."""

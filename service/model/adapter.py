@@ -166,6 +166,10 @@ class Part(NamedTuple):
     name: str
     shape: Shape
 
+    def misfit(self, shape: Shape) -> str:
+        """How the shape differs from this one; empty if it does not."""
+        return "" if self.shape == shape else f"has shape {list(self.shape)}, not {list(shape)}"
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -177,7 +181,7 @@ class Saved:
 
     def misfit(self, shape: Shape) -> str:
         """Why this cannot be a change of a parameter of this shape; empty if it can. Likewise below."""
-        return "" if self.tensor.shape == shape else f"has shape {list(self.tensor.shape)}, not {list(shape)}"
+        return self.tensor.misfit(shape)
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,7 @@ class Added:
     scale: float
 
     def misfit(self, shape: Shape) -> str:
-        return "" if self.tensor.shape == shape else f"has shape {list(self.tensor.shape)}, not {list(shape)}"
+        return self.tensor.misfit(shape)
 
 
 @dataclass(frozen=True)
