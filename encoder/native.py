@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -125,6 +125,7 @@ class CompiledTower:
         assert patches.is_contiguous() and positions.is_contiguous() and bounds.is_contiguous()
         assert (rotations is not None) == self.rotates
         assert rotations is None or (rotations.dtype == torch.float32 and rotations.is_contiguous())
+        assert (neighbours is not None) == bool(conv_side(self.sizes))
         assert neighbours is None or (neighbours.dtype == torch.int32 and neighbours.is_contiguous())
         return TowerStep(
             rows, patches.shape[0], len(out), x_RD.data_ptr(), patches.data_ptr(),
@@ -243,47 +244,63 @@ class CompiledTower:
         self._max_rows = rows
 
 
-class NativeViT(CompiledTower):
+class LayeredTower(CompiledTower):
+    """A tower that embeds patches, runs its layers one after the other, and projects the result. Constructors of
+    subclasses set the operations of each."""
+
+    embedding: Mapping[str, range]
+    """By the kind of item."""
+    layers: Sequence[range]
+    projector: range
+
+    def pieces(self, batch: PackedBatch, *, kind: str) -> Pieces[Tensor]:
+        """The forward pass as a generator that yields after each layer and returns `[N, row_width]` rows in the tower's
+        dtype. The residual stream and the result are new memory. Raises `ValueError` with the offsets if `cu_seqlens`
+        does not cover all rows."""
+        x_RD = torch.empty(batch.source_R.shape[0], self.sizes.hidden_size)
+        out = torch.empty(batch.token_rows_NM.shape[0], self.sizes.row_width, dtype=self.dtype)
+        batch = contiguous(batch)
+        step = self.begin(batch, x_RD, batch.cu_seqlens, out)
+        self.run(self.embedding[kind], step)
+        for layer in self.layers:
+            self.run(layer, step)
+            yield
+        self.project(step, len(out))
+        return out
+
+    def project(self, step: TowerStep, tokens: int) -> None:
+        """Computes the rows of the image tokens from the residual stream."""
+        self.run(self.projector, step)
+
+
+class NativeViT(LayeredTower):
     """Runs a `ViT`."""
 
     def __init__(self, vit: ViT, max_rows: int) -> None:
         """`max_rows`: as for `CompiledTower`."""
         super().__init__(vit.sizes, vit.dtype, max_rows)
-        self._embed = {kind: self.embed(projection) for kind, projection in vit.projections.items()}
-        self._layers = [self.block(block) for block in vit.blocks]
+        self.embedding = {kind: self.embed(projection) for kind, projection in vit.projections.items()}
+        self.layers = [self.block(block) for block in vit.blocks]
         token = TowerOp(Code.TOKEN, Of.TOKENS) if vit.final_norm is None else self.norm(vit.final_norm, Code.TOKEN)
         token.of = Of.TOKENS
         between = COMPILED[vit.projector_act]
         self._joined_norm = vit.joined_norm
         self._join = self.add(token)
-        self._project = self.add(
+        self.projector = self.add(
             self.linear(vit.linear_1, Place.NORMED, Place.WIDE, of=Of.TOKENS, activation=between),
             self.linear(vit.linear_2, Place.WIDE, Place.OUT, of=Of.TOKENS),
         )
+        if vit.joined_norm is None:
+            self.projector = range(self._join.start, self.projector.stop)
         self.build(vit.table_KD, vit.projector_norm)
 
-    def pieces(self, batch: PackedBatch, *, kind: str) -> Pieces[Tensor]:
-        """Like `ViT.pieces`. Raises `ValueError` with the offsets if `cu_seqlens` does not cover all rows.
-
-        The residual stream and the result are new memory.
-        """
-        x_RD = torch.empty(batch.source_R.shape[0], self.sizes.hidden_size)
-        out = torch.empty(batch.token_rows_NM.shape[0], self.sizes.row_width, dtype=self.dtype)
-        batch = contiguous(batch)
-        step = self.begin(batch, x_RD, batch.cu_seqlens, out)
-        self.run(self._embed[kind], step)
-        for layer in self._layers:
-            self.run(layer, step)
-            yield
-        if self._joined_norm is None:
-            self.run(range(self._join.start, self._project.stop), step)
-            return out
-        self.run(self._join, step)
-        # In torch, since there are few rows; its result for a row does not depend on others.
-        joined_NE = self.operands(len(out), self.sizes.hidden_size * self.sizes.patches_per_token)
-        self.set_operands(self._joined_norm.in_float32(joined_NE))
-        self.run(self._project, step)
-        return out
+    def project(self, step: TowerStep, tokens: int) -> None:
+        if self._joined_norm is not None:
+            self.run(self._join, step)
+            # In torch, since there are few rows; its result for a row does not depend on others.
+            joined_NE = self.operands(tokens, self.sizes.hidden_size * self.sizes.patches_per_token)
+            self.set_operands(self._joined_norm.in_float32(joined_NE))
+        super().project(step, tokens)
 
 
 def contiguous(batch: PackedBatch) -> PackedBatch:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
-from encoder.vit import Norm
+from encoder.vit import Norm, RmsNorm
 from kernels.linear import AnyWeight, Linear, Quantised
 from kernels.native import Kind
 
@@ -78,3 +78,7 @@ class TowerWeights:
         """The layer norm `name`."""
         # clone: otherwise the norm would keep the checkpoint's memory map open
         return Norm(self.take(name + ".weight").clone(), self.take(name + ".bias").clone(), eps)
+
+    def rms_norm(self, name: str, eps: float) -> RmsNorm:
+        """The RMS norm `name`, in float32."""
+        return RmsNorm(self.take(name + ".weight").to(torch.float32, copy=True), eps)  # a copy, as above

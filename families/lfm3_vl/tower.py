@@ -15,7 +15,6 @@ from encoder.media_limits import RGB
 from encoder.native import runs_compiled
 from encoder.pieces import finish
 from encoder.tower import PackedBatch
-from encoder.vit import RmsNorm
 from encoder.weights import TowerWeights
 from families.axial import axial_rotations, frequencies
 from families.lfm3.config import FULL
@@ -72,7 +71,7 @@ def _parts(spec: VisionConfig, stored: TowerWeights) -> Parts:
         dtype=stored.dtype,
         projections=_projections(spec, stored),
         table_KD=torch.zeros(1, spec.hidden_size, dtype=stored.dtype, device=stored.device),
-        embedding_norm=_rms_norm(stored, TOWER + "embedding_norm", spec.norm_eps),
+        embedding_norm=stored.rms_norm(TOWER + "embedding_norm", spec.norm_eps),
         layers=[
             _layer(spec, stored, f"{TOWER}layers.{index}.", kind) for index, kind in enumerate(spec.layer_types)
         ],
@@ -97,8 +96,8 @@ def _layer(spec: VisionConfig, stored: TowerWeights, prefix: str, kind: str) -> 
     if kind == FULL:
         mixer = Attention(
             qkv=stored.joined([f"{prefix}self_attn.{part}_proj" for part in "qkv"], biased=False),
-            q_norm=_rms_norm(stored, prefix + "self_attn.q_norm", spec.norm_eps),
-            k_norm=_rms_norm(stored, prefix + "self_attn.k_norm", spec.norm_eps),
+            q_norm=stored.rms_norm(prefix + "self_attn.q_norm", spec.norm_eps),
+            k_norm=stored.rms_norm(prefix + "self_attn.k_norm", spec.norm_eps),
             out=stored.linear(prefix + "self_attn.out_proj"),
         )
     else:
@@ -108,14 +107,9 @@ def _layer(spec: VisionConfig, stored: TowerWeights, prefix: str, kind: str) -> 
             out=stored.linear(prefix + "conv.out_proj"),
         )
     return Layer(
-        norm=_rms_norm(stored, prefix + "operator_norm", spec.norm_eps),
+        norm=stored.rms_norm(prefix + "operator_norm", spec.norm_eps),
         mixer=mixer,
-        mlp_norm=_rms_norm(stored, prefix + "ffn_norm", spec.norm_eps),
+        mlp_norm=stored.rms_norm(prefix + "ffn_norm", spec.norm_eps),
         up=stored.joined([prefix + "feed_forward.w1", prefix + "feed_forward.w3"], biased=False),
         down=stored.linear(prefix + "feed_forward.w2"),
     )
-
-
-def _rms_norm(stored: TowerWeights, name: str, eps: float) -> RmsNorm:
-    # copy: otherwise the norm would keep the checkpoint's memory map open
-    return RmsNorm(stored.take(name + ".weight").to(torch.float32, copy=True), eps)

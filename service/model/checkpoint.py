@@ -25,9 +25,16 @@ from service.model.merging import Merges, assembled, match_adapter
 from service.model.modelconfig import ModelConfig, load_config
 from service.model.read_ahead import ReadAhead
 from service.model.weight_files import WeightFiles
-from service.model.weight_sources import EMBEDDINGS as EMBEDDINGS
-from service.model.weight_sources import HEAD as HEAD
-from service.model.weight_sources import Source, expected_weights, find_sources, misfits, shape_of, untied
+from service.model.weight_sources import (
+    EMBEDDINGS,
+    HEAD,
+    Source,
+    expected_weights,
+    find_sources,
+    misfits,
+    shape_of,
+    untied,
+)
 
 if TYPE_CHECKING:
     import torch

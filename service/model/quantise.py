@@ -27,9 +27,10 @@ from torch import Tensor
 from kernels.linear import quantise
 from kernels.weight_forms import kind_and_group
 from service.common.config import ConfigError
-from service.model.checkpoint import EMBEDDINGS, HEAD, Checkpoint
+from service.model.checkpoint import Checkpoint
 from service.model.formats import compressed
 from service.model.modelconfig import WEIGHTS_FORMAT, WEIGHTS_KEY
+from service.model.weight_sources import EMBEDDINGS, HEAD
 
 SHARD_BYTES = 2 * 2**30
 _LINEAR = re.compile(

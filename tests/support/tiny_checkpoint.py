@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,16 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(noise * fan_in**-0.5)
             elif parameter.is_floating_point() and not name.endswith(("norm_mean", "norm_std", "inv_freq")):
                 parameter.copy_(0.1 * noise)
+
+
+def changed(settings: Path, path: Path, file: str, changes: dict[str, Any]) -> Path:
+    """A copy of the folder with changed fields of one file; a section named as one of its objects is merged."""
+    shutil.copytree(settings, path, dirs_exist_ok=True)
+    content = json.loads((path / file).read_text())
+    for name, value in changes.items():
+        content[name] = {**content[name], **value} if isinstance(content.get(name), dict) else value
+    (path / file).write_text(json.dumps(content))
+    return path
 
 
 def make_checkpoint(

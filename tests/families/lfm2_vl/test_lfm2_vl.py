@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -32,6 +30,7 @@ from PIL import Image
 from qwen_vision import replace_torchvision
 from running import RunningEncoder, RunningServer
 from safetensors.torch import load_file
+from tiny_checkpoint import changed
 
 import saccade
 from families import CheckpointError
@@ -224,16 +223,6 @@ def test_bytes_become_the_same_numbers(tmp_path: Path) -> None:
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's folder, which tests copy before they change it."""
     return make_lfm(tmp_path_factory.mktemp("model"), 1, released=False).path
-
-
-def changed(settings: Path, path: Path, file: str, changes: dict[str, Any]) -> Path:
-    """A copy of the folder with changed fields of one file; a section named as one of its objects is merged."""
-    shutil.copytree(settings, path, dirs_exist_ok=True)
-    content = json.loads((path / file).read_text())
-    for name, value in changes.items():
-        content[name] = {**content[name], **value} if isinstance(content.get(name), dict) else value
-    (path / file).write_text(json.dumps(content))
-    return path
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from qwen_vision import replace_torchvision
 from running import RunningEncoder, RunningServer
 from safetensors.torch import load_file
 from speculation import pairwise
+from tiny_checkpoint import changed
 from tiny_decoder import greedy_params, image, run, tokens
 from towers import encode
 
@@ -251,16 +252,6 @@ def test_images_and_clips_cross_between_hosts(tmp_path: Path) -> None:
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's folder, which tests copy before they change it."""
     return make_lfm3(tmp_path_factory.mktemp("model"), 1).path
-
-
-def changed(settings: Path, path: Path, file: str, changes: dict[str, Any]) -> Path:
-    """A copy of the folder with changed fields of one file; a section named as one of its objects is merged."""
-    shutil.copytree(settings, path, dirs_exist_ok=True)
-    content = json.loads((path / file).read_text())
-    for name, value in changes.items():
-        content[name] = {**content[name], **value} if isinstance(content.get(name), dict) else value
-    (path / file).write_text(json.dumps(content))
-    return path
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ from families import CheckpointError
 from kernels.linear import Quantised
 from service.encoding.partner import PartnerRefused, partner_of
 from service.model.adapter import Adapter
-from service.model.checkpoint import EMBEDDINGS, HEAD, Checkpoint, open_checkpoint
+from service.model.checkpoint import Checkpoint, open_checkpoint
+from service.model.weight_sources import EMBEDDINGS, HEAD
 
 OLMO = 1
 """A seed of a model with convolutions that the files have in three parts."""

@@ -25,10 +25,10 @@ from families.nemotron_h.config import NemotronHConfig, decoder_config
 from families.nemotron_h_omni import FAMILY as OMNI
 from service.model.assets import sampling_defaults
 from service.model.cache import resolve_model
-from service.model.checkpoint import EMBEDDINGS as OUR_EMBEDDINGS
-from service.model.checkpoint import HEAD as OUR_HEAD
 from service.model.checkpoint import Checkpoint, open_checkpoint
 from service.model.modelconfig import load_config
+from service.model.weight_sources import EMBEDDINGS as OUR_EMBEDDINGS
+from service.model.weight_sources import HEAD as OUR_HEAD
 
 
 @pytest.mark.parametrize("naming", ["released", "native"])
