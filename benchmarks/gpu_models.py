@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from decoder.config import DecoderConfig
-from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mlp
+from decoder.layers.descriptions import Attention, Experts, Mlp
+from decoder.layers.recurrent_descriptions import GatedDelta
 from decoder.layers.spec import Layer, MixerSpec
 from encoder.item import EncoderItem
 from families.nemotron_h.config import NemotronHConfig

@@ -20,10 +20,10 @@ from decoder.config import DecoderConfig, DecoderOptions
 from decoder.feed_forward_operations import experts_operations, mlp_operations
 from decoder.layers.attention import AttentionMixer
 from decoder.layers.build import BuiltLayer, Mixer
-from decoder.layers.descriptions import Mamba2
 from decoder.layers.experts import ExpertsMixer
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.layers.mlp import GatedMlpMixer, MlpMixer
+from decoder.layers.recurrent_descriptions import Mamba2
 from decoder.layers.short_conv import ShortConvMixer
 from decoder.layers.spec import MixerSpec
 from decoder.operation_parts import MAX_ROUTED, OperationParts

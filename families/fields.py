@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from decoder.config import DecoderConfig
-from decoder.layers.descriptions import Attention, Mamba2
+from decoder.layers.descriptions import Attention
+from decoder.layers.recurrent_descriptions import Mamba2
 from families.family import FamilyConfig, ModelFiles
 from families.files import CheckpointError, checkpoint_errors, first
 from kernels.rope import Rope

@@ -18,7 +18,8 @@ from benchmarks.round_trip import round_trip
 from benchmarks.sides import Timed
 from benchmarks.workloads import SUBJECTS, Workload, workloads
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mlp
+from decoder.layers.descriptions import Attention, Experts, Mlp
+from decoder.layers.recurrent_descriptions import GatedDelta
 from decoder.layers.spec import Layer
 from decoder.runner import DecoderRunner
 from kernels.linear import Quantised

@@ -13,12 +13,13 @@ from decoder.arriving import ArrivingWeights
 from decoder.batch import Batch
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.attention import AttentionMixer
-from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mamba2, Mlp, ShortConv
+from decoder.layers.descriptions import Attention, Experts, Mlp
 from decoder.layers.experts import ExpertsMixer
 from decoder.layers.gated_delta import GatedDeltaMixer
 from decoder.layers.linear import float_vector
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.layers.mlp import mlp_of
+from decoder.layers.recurrent_descriptions import GatedDelta, Mamba2, ShortConv
 from decoder.layers.short_conv import ShortConvMixer
 from decoder.layers.spec import MixerSpec, Weights, weights_below
 from kernels.rms_norm import add_rms_norm, rms_norm

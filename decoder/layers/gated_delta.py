@@ -11,8 +11,8 @@ from torch import Tensor
 
 from decoder.batch import Batch, VerifyTensors
 from decoder.config import DecoderOptions
-from decoder.layers.descriptions import GatedDelta
 from decoder.layers.linear import float_vector, fused_linear, named_linear
+from decoder.layers.recurrent_descriptions import GatedDelta
 from decoder.layers.spec import Weights
 from kernels.causal_conv1d import causal_conv1d, causal_conv1d_tokens, causal_conv1d_update
 from kernels.gated_delta import (

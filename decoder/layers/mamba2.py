@@ -12,8 +12,8 @@ from torch import Tensor
 
 from decoder.batch import Batch, VerifyTensors
 from decoder.config import DecoderOptions
-from decoder.layers.descriptions import Mamba2
 from decoder.layers.linear import float_vector, named_linear
+from decoder.layers.recurrent_descriptions import Mamba2
 from decoder.layers.spec import Weights
 from kernels.causal_conv1d import causal_conv1d, causal_conv1d_tokens, causal_conv1d_update
 from kernels.chunk_scan import chunk_scan

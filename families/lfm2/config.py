@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from decoder.config import DecoderConfig
-from decoder.layers.descriptions import Attention, Experts, Mlp, ShortConv
+from decoder.layers.descriptions import Attention, Experts, Mlp
+from decoder.layers.recurrent_descriptions import ShortConv
 from decoder.layers.spec import Layer, MixerSpec
 from families import fields
 from families.files import CheckpointError, checkpoint_errors, first

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from decoder.config import DecoderConfig
-from decoder.layers.descriptions import Attention, Mlp, ShortConv
+from decoder.layers.descriptions import Attention, Mlp
+from decoder.layers.recurrent_descriptions import ShortConv
 from decoder.layers.spec import Layer, MixerSpec
 from families import fields
 from families.files import CheckpointError, checkpoint_errors, first

@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Any
 
 from decoder.config import DecoderConfig
-from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
+from decoder.layers.descriptions import Attention, Experts, Mlp
+from decoder.layers.recurrent_descriptions import Mamba2
 from decoder.layers.spec import Layer, MixerSpec
 from families.family import FamilyConfig, ModelFiles
 from families.fields import check_types, count, only, time_steps

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from decoder.config import DecoderConfig
-from decoder.layers.descriptions import GatedDelta, Mlp
+from decoder.layers.descriptions import Mlp
+from decoder.layers.recurrent_descriptions import GatedDelta
 from decoder.layers.spec import Layer
 from families import fields
 from families.files import first

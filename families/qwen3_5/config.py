@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from decoder.config import DecoderConfig
-from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mlp
+from decoder.layers.descriptions import Attention, Experts, Mlp
+from decoder.layers.recurrent_descriptions import GatedDelta
 from decoder.layers.spec import Layer, MixerSpec
 from families import fields
 from families.family import FamilyConfig, ModelFiles

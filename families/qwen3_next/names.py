@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from decoder.layers.descriptions import GatedDelta
+from decoder.layers.recurrent_descriptions import GatedDelta
 from families.family import FamilyConfig, Target
 from families.qwen3_5.names import decoder_targets
 

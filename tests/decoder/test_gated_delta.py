@@ -10,8 +10,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from decoder.batch import Batch, ScanRows, VerifyRows, VerifyTensors
 from decoder.config import RING, DecoderOptions
-from decoder.layers.descriptions import GatedDelta
 from decoder.layers.gated_delta import GatedDeltaMixer
+from decoder.layers.recurrent_descriptions import GatedDelta
 from kernels.chunk_scan import plan_chunks
 
 SHAPES = {

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from decoder.config import RING, DecoderConfig, DecoderOptions
 from decoder.layers.build import BuiltLayer
-from decoder.layers.descriptions import GatedDelta, Mamba2, ShortConv
 from decoder.layers.gated_delta import GatedDeltaMixer
 from decoder.layers.mamba2 import Mamba2Mixer
+from decoder.layers.recurrent_descriptions import GatedDelta, Mamba2, ShortConv
 from decoder.layers.short_conv import ShortConvMixer
 from decoder.layers.spec import Layer as DecoderLayer
 from decoder.operations import Operations

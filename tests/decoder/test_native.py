@@ -26,9 +26,10 @@ from tiny_decoder import (
 )
 
 from decoder.config import WEIGHT_KINDS, DecoderConfig, DecoderOptions
-from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
+from decoder.layers.descriptions import Attention, Experts, Mlp
 from decoder.layers.experts import ExpertsMixer
 from decoder.layers.mlp import MlpMixer
+from decoder.layers.recurrent_descriptions import Mamba2
 from decoder.layers.spec import Layer, MixerSpec
 from decoder.native import NativeStep
 from decoder.request import DecoderRequest

@@ -15,7 +15,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from decoder.arena import ArenaLayout
 from decoder.batch import Batch, ScanRows, VerifyRows, VerifyTensors
 from decoder.config import RING, DecoderConfig, DecoderOptions
-from decoder.layers.descriptions import ShortConv
+from decoder.layers.recurrent_descriptions import ShortConv
 from decoder.layers.short_conv import ShortConvMixer
 from decoder.layers.spec import Layer
 from kernels.rope import Rope

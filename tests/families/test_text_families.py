@@ -20,8 +20,9 @@ from tiny_decoder import greedy_params, request, run, tokens
 from transformers import AutoConfig
 
 from decoder.config import DecoderOptions
-from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mamba2, Mlp
+from decoder.layers.descriptions import Attention, Experts, Mlp
 from decoder.layers.mamba2 import Mamba2Mixer
+from decoder.layers.recurrent_descriptions import GatedDelta, Mamba2
 from decoder.recurrence_operations import MAX_TAPS
 from decoder.runner import DecoderRunner
 from families import CheckpointError

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.layers.descriptions import Attention, GatedDelta, Mamba2, ShortConv
+from decoder.layers.descriptions import Attention
+from decoder.layers.recurrent_descriptions import GatedDelta, Mamba2, ShortConv
 from decoder.layers.spec import Layer
 from decoder.request import DecoderRequest, EmbeddingSource, TokenEvent
 from decoder.runner import DecoderRunner

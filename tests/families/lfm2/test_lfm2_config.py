@@ -11,7 +11,8 @@ from published_models import models
 from transformers import Lfm2Config, Lfm2MoeConfig, Lfm2MoeForCausalLM
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
-from decoder.layers.descriptions import Attention, Experts, Mlp, ShortConv
+from decoder.layers.descriptions import Attention, Experts, Mlp
+from decoder.layers.recurrent_descriptions import ShortConv
 from families import CheckpointError
 from families.family import ModelFiles
 from families.lfm2 import FAMILY, MOE_FAMILY

@@ -12,7 +12,8 @@ from published_models import models
 from transformers import Lfm3Config
 from transformers.models.lfm3.modeling_lfm3 import Lfm3RotaryEmbedding
 
-from decoder.layers.descriptions import Attention, Mlp, ShortConv
+from decoder.layers.descriptions import Attention, Mlp
+from decoder.layers.recurrent_descriptions import ShortConv
 from families import CheckpointError
 from families.family import ModelFiles
 from families.lfm3 import FAMILY

@@ -15,7 +15,8 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 
 from decoder.arena import ArenaLayout
 from decoder.config import DecoderOptions
-from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mlp
+from decoder.layers.descriptions import Attention, Experts, Mlp
+from decoder.layers.recurrent_descriptions import GatedDelta
 from families import CheckpointError
 from families.qwen3_5.vision import QwenVision
 from kernels.rotary import rope_table

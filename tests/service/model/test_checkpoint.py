@@ -18,7 +18,7 @@ from text_families import make_text_checkpoint
 from tiny_checkpoint import make_checkpoint
 from transformers import AutoConfig, BambaForCausalLM, NemotronHForCausalLM
 
-from decoder.layers.descriptions import Mamba2
+from decoder.layers.recurrent_descriptions import Mamba2
 from families import CheckpointError, FamilyConfig
 from families.files import optional_json
 from families.nemotron_h.config import NemotronHConfig, decoder_config
