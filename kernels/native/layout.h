@@ -144,7 +144,8 @@ void add_tower_op(Layout& layout) {
 void add_tower(Layout& layout) {
     STRUCT(Tower);
     FIELD(Tower, count); FIELD(Tower, ops); FIELD(Tower, threads); FIELD(Tower, kind); FIELD(Tower, hidden);
-    FIELD(Tower, heads); FIELD(Tower, kv_heads); FIELD(Tower, taps); FIELD(Tower, merged); FIELD(Tower, scratch); FIELD(Tower, table_rows); FIELD(Tower, table);
+    FIELD(Tower, heads); FIELD(Tower, kv_heads); FIELD(Tower, taps); FIELD(Tower, merged); FIELD(Tower, scratch);
+    FIELD(Tower, table_rows); FIELD(Tower, table);
     FIELD(Tower, token_norm); FIELD(Tower, token_eps); FIELD(Tower, scale);
 }
 

@@ -233,8 +233,9 @@ struct Step {
 };
 
 struct VarlenAttention {  // attention within each of several packed sequences
-    const void *q, *k,
-        *v;     // (row r, head h, feature i) at r * stride + h * head_stride + i, in elements; k, v: h / group
+    // q: (row r, head h, feature i) at r * stride + h * head_stride + i, in elements; k and v: likewise, for head
+    // h / group
+    const void *q, *k, *v;
     void* out;  // (r, h, i) at r * out_stride + h * width + i
     int64_t stride, head_stride, out_stride;
     int64_t stored_bf16, out_bf16;  // whether q, k and v, and whether out, are bfloat16; else float32
