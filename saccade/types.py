@@ -364,6 +364,10 @@ class Batch:
     """Rows whose line in the output is an error."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Those of `prompt_tokens` that were in the prefix cache."""
+    reasoning_tokens: int = 0
+    """Those of `completion_tokens` that are reasoning."""
     created: float | None = None
     started: float | None = None
     ended: float | None = None

@@ -40,6 +40,8 @@ def batch_from(message: batch_pb2.Batch) -> Batch:
         failed=message.failed,
         prompt_tokens=message.prompt_tokens,
         completion_tokens=message.completion_tokens,
+        cached_tokens=message.cached_tokens,
+        reasoning_tokens=message.reasoning_tokens,
         created=seconds("create_time"),
         started=seconds("start_time"),
         ended=seconds("end_time"),

@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 from saccade import errors
 from saccade._core.ranges import check_flag, check_integer, check_path, check_seconds
 from saccade._jobs.input import BatchInput
-from saccade._jobs.journal import Journal, Written, check_apart, helper_files, real_output
+from saccade._jobs.journal import COUNTS, Journal, Written, check_apart, helper_files, real_output
 from saccade._jobs.lines import output_line
 from saccade._jobs.rows import BATCH_PRIORITY, ImageFolder, Row, request_from
 from saccade._map.window import Prepared, check_concurrency
@@ -109,6 +109,10 @@ class BatchSummary:
     """Number of completed and failed rows that an earlier run had answered."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Those of `prompt_tokens` that were in the prefix cache."""
+    reasoning_tokens: int = 0
+    """Those of `completion_tokens` that are reasoning."""
     seconds: float = 0.0
     tokens_per_second: float = 0.0
     """Completion tokens of this run per second."""
@@ -209,21 +213,26 @@ class BatchJob:
         failed = isinstance(result, SaccadeError)
         self._stop_if_hopeless(result)
         row_id = self._input.row_id(row.digest)
-        status, prompt, completion = 200, 0, 0
+        status, counts = 200, dict.fromkeys(COUNTS, 0)
         if isinstance(result, SaccadeError):
             status = status_code(result)
             self._errors[result.reason or type(result).__name__] += 1
         else:
-            prompt = result.usage.prompt_tokens
-            completion = sum(sample.usage.completion_tokens for sample in result.samples)
+            usages = [sample.usage for sample in result.samples]
+            counts = {
+                "prompt_tokens": result.usage.prompt_tokens, "cached_tokens": result.usage.cached_tokens,
+                "completion_tokens": sum(usage.completion_tokens for usage in usages),
+                "reasoning_tokens": sum(usage.reasoning_tokens for usage in usages),
+            }  # fmt: skip
         line = output_line(row_id, row.custom_id, result, row.fields)
-        self._journal.append(line, Written(row_id, row.custom_id, row.position, status, prompt, completion))
+        self._journal.append(line, Written(row_id, row.custom_id, row.position, status, **counts))
+        completion = counts["completion_tokens"]
         self._tokens += completion
         summary = self.summary
         summary.completed += not failed
         summary.failed += failed
-        summary.prompt_tokens += prompt
-        summary.completion_tokens += completion
+        for name, count in counts.items():
+            setattr(summary, name, getattr(summary, name) + count)
         if self.options.on_progress is not None:
             self.options.on_progress(summary, completion, failed)
         check_errors(self._errors.total(), self.options.max_errors)
@@ -254,7 +263,8 @@ class BatchJob:
         assert self._journal is not None
         totals, summary = self._journal.totals(), self.summary
         summary.completed, summary.failed = totals["rows"] - totals["failed"], totals["failed"]
-        summary.prompt_tokens, summary.completion_tokens = totals["prompt_tokens"], totals["completion_tokens"]
+        for name in COUNTS:
+            setattr(summary, name, totals[name])
         summary.seconds = round(time.monotonic() - self._began, 3)
         summary.tokens_per_second = round(self._tokens / summary.seconds, 1) if summary.seconds else 0.0
         summary.errors = dict(self._errors.most_common())

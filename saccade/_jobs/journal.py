@@ -23,14 +23,16 @@ from typing import Any
 from saccade._openai.errors import is_transient
 from saccade.errors import AlreadyExists, FailedPrecondition, InvalidArgument
 
-_SCHEMA = """
+COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens")
+"""The tokens that are counted for each row."""
+_SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS rows (
     id TEXT PRIMARY KEY, custom_id TEXT NOT NULL, position INTEGER NOT NULL, offset INTEGER NOT NULL,
-    length INTEGER NOT NULL, status INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL
+    length INTEGER NOT NULL, status INTEGER NOT NULL, {", ".join(f"{name} INTEGER NOT NULL" for name in COUNTS)}
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_offset ON rows (offset);
 """
-_COLUMNS = "id, custom_id, position, offset, length, status, prompt_tokens, completion_tokens"
+_COLUMNS = ("id", "custom_id", "position", "offset", "length", "status", *COUNTS)
 _FLAGS = os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0)
 _BEGINNING = b'{"id":"batch_req_'
 """How each line of an output begins."""
@@ -46,8 +48,10 @@ class Written:
     custom_id: str
     position: int
     status: int
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class _NotAsJournaled(Exception):
@@ -155,7 +159,7 @@ class Journal:
             db.executescript(_SCHEMA)
             if db.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
                 raise sqlite3.DatabaseError("the journal is damaged")
-            db.execute(f"SELECT {_COLUMNS} FROM rows LIMIT 1")
+            db.execute(f"SELECT {', '.join(_COLUMNS)} FROM rows LIMIT 1")
             db.execute("CREATE TEMP TABLE stale (id TEXT PRIMARY KEY) WITHOUT ROWID")
             db.execute("CREATE TEMP TABLE moved (id TEXT PRIMARY KEY, offset INTEGER) WITHOUT ROWID")
         except BaseException:
@@ -302,7 +306,7 @@ class Journal:
             self._pending.append(
                 (
                     written.row_id, written.custom_id, written.position, offset, len(line), written.status,
-                    written.prompt_tokens, written.completion_tokens,
+                    *(getattr(written, name) for name in COUNTS),
                 )
             )  # fmt: skip
         except BaseException as error:  # also an interrupt: both the line and its entry are kept, or neither
@@ -333,7 +337,7 @@ class Journal:
     def _insert(self, rows: list[tuple[Any, ...]]) -> None:
         self._db.execute("BEGIN")
         try:
-            self._db.executemany("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+            self._db.executemany(f"INSERT OR IGNORE INTO rows VALUES ({', '.join('?' * len(_COLUMNS))})", rows)
             self._db.execute("COMMIT")
         except sqlite3.Error:
             if self._db.in_transaction:
@@ -366,11 +370,9 @@ class Journal:
 
     def totals(self) -> dict[str, int]:
         """Rows, error rows and tokens in the output."""
-        rows, failed, prompt, completion = self._db.execute(
-            "SELECT count(*), coalesce(sum(status != 200), 0), coalesce(sum(prompt_tokens), 0), "
-            "coalesce(sum(completion_tokens), 0) FROM rows"
-        ).fetchone()
-        return {"rows": rows, "failed": failed, "prompt_tokens": prompt, "completion_tokens": completion}
+        sums = ", ".join(f"coalesce(sum({name}), 0)" for name in COUNTS)
+        found = self._db.execute(f"SELECT count(*), coalesce(sum(status != 200), 0), {sums} FROM rows").fetchone()
+        return dict(zip(("rows", "failed", *COUNTS), found, strict=True))
 
     def close(self) -> None:
         """Commits and closes both files. Idempotent."""
@@ -385,7 +387,7 @@ class Journal:
 
 def recount(output: Path) -> dict[str, int]:
     """The totals of an output without a journal; an incomplete last line is cut off. See `Journal.totals`."""
-    totals = dict.fromkeys(("rows", "failed", "prompt_tokens", "completion_tokens"), 0)
+    totals = dict.fromkeys(("rows", "failed", *COUNTS), 0)
     with open(output, "r+b") as file:
         for line in file:
             if not line.endswith(b"\n"):
@@ -415,14 +417,18 @@ def _one(db: sqlite3.Connection, query: str) -> int:
     return int(db.execute(query).fetchone()[0])
 
 
-def _parsed(line: bytes) -> tuple[str, str, int, int, int]:
-    """(id, custom id, status, prompt tokens, completion tokens) of a line of the output. Raises ValueError for a line
+def _parsed(line: bytes) -> tuple[str, str, int, int, int, int, int]:
+    """(id, custom id, status, and the numbers of `COUNTS`) of a line of the output. Raises ValueError for a line
     that is not an answer of a batch, or has values that the journal cannot hold."""
     try:
         row = json.loads(line)
         row_id, custom_id, status = row["id"], row["custom_id"], row["response"]["status_code"]
         usage = row["response"]["body"].get("usage") or {}
-        numbers = status, usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+        of_prompt, of_answer = (usage.get(f"{part}_tokens_details") or {} for part in ("prompt", "completion"))
+        numbers = (
+            status, usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0),
+            of_prompt.get("cached_tokens", 0), of_answer.get("reasoning_tokens", 0),
+        )  # fmt: skip
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no {error}") from error
     if not (isinstance(row_id, str) and isinstance(custom_id, str)):

@@ -28,7 +28,7 @@ BATCH_STATE_FAILED: BatchState
 BATCH_STATE_CANCELLED: BatchState
 
 class Batch(_message.Message):
-    __slots__ = ("batch_id", "state", "total", "completed", "failed", "prompt_tokens", "completion_tokens", "create_time", "start_time", "end_time", "expire_time", "reason", "message", "problems", "model", "model_version", "output_bytes", "metadata", "input_name")
+    __slots__ = ("batch_id", "state", "total", "completed", "failed", "prompt_tokens", "completion_tokens", "create_time", "start_time", "end_time", "expire_time", "reason", "message", "problems", "model", "model_version", "output_bytes", "metadata", "input_name", "cached_tokens", "reasoning_tokens")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,8 @@ class Batch(_message.Message):
     OUTPUT_BYTES_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     INPUT_NAME_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
     state: BatchState
     total: int
@@ -74,7 +76,9 @@ class Batch(_message.Message):
     output_bytes: int
     metadata: _containers.ScalarMap[str, str]
     input_name: str
-    def __init__(self, batch_id: _Optional[str] = ..., state: _Optional[_Union[BatchState, str]] = ..., total: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_version: _Optional[str] = ..., output_bytes: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., input_name: _Optional[str] = ...) -> None: ...
+    cached_tokens: int
+    reasoning_tokens: int
+    def __init__(self, batch_id: _Optional[str] = ..., state: _Optional[_Union[BatchState, str]] = ..., total: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_version: _Optional[str] = ..., output_bytes: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., input_name: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class BatchHeader(_message.Message):
     __slots__ = ("request_id", "size_bytes", "ordered", "max_errors", "metadata", "input_name")

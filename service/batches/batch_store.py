@@ -57,6 +57,8 @@ class BatchRecord:
     failed: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
     output_bytes: int = 0
     reason: str = ""
     message: str = ""

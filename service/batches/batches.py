@@ -253,5 +253,6 @@ def _counts(summary: BatchSummary) -> dict[str, Any]:
     return {
         "total": summary.total, "completed": summary.completed, "failed": summary.failed,
         "prompt_tokens": summary.prompt_tokens, "completion_tokens": summary.completion_tokens,
+        "cached_tokens": summary.cached_tokens, "reasoning_tokens": summary.reasoning_tokens,
         "model": summary.model, "version": summary.model_version,
     }  # fmt: skip

@@ -181,7 +181,8 @@ def _object(batch: Batch) -> dict[str, Any]:
         "usage": {
             "input_tokens": batch.prompt_tokens, "output_tokens": batch.completion_tokens,
             "total_tokens": batch.prompt_tokens + batch.completion_tokens,
-            "input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0},
+            "input_tokens_details": {"cached_tokens": batch.cached_tokens},
+            "output_tokens_details": {"reasoning_tokens": batch.reasoning_tokens},
         },
         "metadata": batch.metadata or None,
     }  # fmt: skip

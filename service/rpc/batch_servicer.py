@@ -140,7 +140,8 @@ def batch_to_proto(record: BatchRecord, store: BatchStore) -> batch_pb2.Batch:
     batch = batch_pb2.Batch(
         batch_id=record.batch_id, state=batch_pb2.BATCH_STATE_QUEUED if waiting else _STATES[record.state],
         total=record.total, completed=record.completed, failed=record.failed, prompt_tokens=record.prompt_tokens,
-        completion_tokens=record.completion_tokens, reason=record.reason, message=record.message,
+        completion_tokens=record.completion_tokens, cached_tokens=record.cached_tokens,
+        reasoning_tokens=record.reasoning_tokens, reason=record.reason, message=record.message,
         problems=record.problems, model=record.model, model_version=record.version,
         output_bytes=record.output_bytes if record.over else 0, metadata=record.metadata, input_name=record.input_name,
     )  # fmt: skip

@@ -478,6 +478,10 @@ def test_files_and_batches(client: openai.OpenAI) -> None:
     assert made.output_file_id and made.error_file_id
     answers = [json.loads(line) for line in client.files.content(made.output_file_id).text.splitlines()]
     direct = client.chat.completions.create(**{"model": "", **body})
+    usages = [row["response"]["body"]["usage"] for row in answers]
+    assert made.usage and made.usage.input_tokens == sum(usage["prompt_tokens"] for usage in usages)
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    assert made.usage.input_tokens_details.cached_tokens == cached
     assert {row["custom_id"] for row in answers} == {"r0", "r2"}
     for row in answers:
         assert row["response"]["body"]["choices"][0]["message"]["content"] == direct.choices[0].message.content

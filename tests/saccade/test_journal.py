@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from saccade._jobs.journal import Journal, Written
+from saccade._jobs.journal import Journal, Written, recount
 from saccade.errors import AlreadyExists, FailedPrecondition
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -105,10 +106,30 @@ def test_a_crash_in_a_rewrite_loses_and_mixes_up_nothing(tmp_path: Path, crash: 
         assert offset == output.stat().st_size
         assert journal.totals() == {
             "rows": ROWS, "failed": 0, "prompt_tokens": sum(range(ROWS)), "completion_tokens": 2 * ROWS,
+            "cached_tokens": 0, "reasoning_tokens": 0,
         }  # fmt: skip
         journal.sort()
     assert ids(output) == sorted(order)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.journal"]
+
+
+def test_a_journal_of_an_earlier_release_is_made_anew(tmp_path: Path) -> None:
+    """It did not count cached tokens and those of reasoning, which the output has."""
+    output = tmp_path / "out.jsonl"
+    shuffled(output)
+    row = json.loads(line(1))
+    row["response"]["body"]["usage"] |= {
+        "prompt_tokens_details": {"cached_tokens": 1}, "completion_tokens_details": {"reasoning_tokens": 2}
+    }  # fmt: skip
+    lines = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(json.dumps(row).encode() + b"\n" if old == line(1) else old for old in lines))
+    with closing(sqlite3.connect(tmp_path / "out.jsonl.journal")) as old:
+        old.execute("ALTER TABLE rows DROP COLUMN cached_tokens")
+        old.execute("ALTER TABLE rows DROP COLUMN reasoning_tokens")
+    with opened(output) as journal:
+        totals = journal.totals()
+    assert totals == recount(output)
+    assert (totals["rows"], totals["cached_tokens"], totals["reasoning_tokens"]) == (ROWS, 1, 2)
 
 
 def places(journal: Journal) -> list[tuple[str, int, int, int]]:
