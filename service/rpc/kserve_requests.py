@@ -315,6 +315,18 @@ def _image_from_url(url: str) -> types_pb2.Image:
     return image
 
 
+def _video_from_url(url: str, max_frames: Any, where: str) -> types_pb2.Video:
+    video = types_pb2.Video()
+    set_source(video, url, "video_url")
+    if max_frames is not None:
+        if type(max_frames) is not int or not 0 < max_frames < 2**31:
+            raise errors.InvalidArgument(
+                f"{where}: max_frames is {str(max_frames)[:100]!r}; it must be a whole number, at least 1", field=where
+            )
+        video.max_frames = max_frames
+    return video
+
+
 def _chat_message(entry: Any, where: str, images: Any) -> types_pb2.ChatMessage:
     role = entry.get("role") if isinstance(entry, dict) else None
     if not isinstance(role, str) or role not in _ROLES:
@@ -337,6 +349,8 @@ def _chat_message(entry: Any, where: str, images: Any) -> types_pb2.ChatMessage:
                 if (image := next(images, None)) is None:
                     raise errors.InvalidArgument(f"{where} has more image parts than there are images", field=where)
                 chat.parts.add(image=image)
+            case {"type": "video_url", "video_url": {"url": str(url)}} | {"type": "video_url", "video_url": str(url)}:
+                chat.parts.add(video=_video_from_url(url, part.get("max_frames"), where))
             case _:
-                raise errors.InvalidArgument(f"{where} has a part that is neither text nor image", field=where)
+                raise errors.InvalidArgument(f"{where} has a part that is neither text, image nor video", field=where)
     return chat

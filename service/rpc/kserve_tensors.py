@@ -2,7 +2,7 @@
 
 Inputs (BYTES unless stated otherwise; exactly one of the first two is needed, the others are optional):
     text_input [1]           a prompt, rendered with the chat template
-    messages [1]             a JSON list of chat messages in OpenAI's format
+    messages [1]             a JSON list of chat messages in OpenAI's format; videos are parts of the type video_url
     image [-1]               encoded images, in the order of the prompt's image parts
     image_url [-1]           URLs of further images, which follow those of `image`; data URLs always work
     stream BOOL [1]          in a streaming call: one response for each piece of the answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -99,6 +100,26 @@ def test_an_output_that_is_named_twice_is_sent_once() -> None:
     assert read_request(message).outputs == ("token_ids", "text_output")
 
 
+def of_parts(*parts: Any) -> Any:
+    text = json.dumps([{"role": "user", "content": parts}]).encode()
+    return request(messages=("BYTES", [1], struct.pack("<I", len(text)) + text))
+
+
+def test_videos_of_messages() -> None:
+    data = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,aGk="}, "max_frames": 8}
+    elsewhere = {"type": "video_url", "video_url": "https://example.com/a.mp4"}
+    (message,) = read_request(of_parts(data, elsewhere, {"type": "text", "text": "?"})).request.chat.messages
+    first, second, text = message.parts
+    assert (first.video.data, first.video.max_frames, text.text) == (b"hi", 8, "?")
+    assert second.video.uri == "https://example.com/a.mp4" and not second.video.HasField("max_frames")
+    for most in (0, 2**31, "8", True, 1.5):
+        words = re.escape(f"messages[0]: max_frames is {str(most)!r}; it must be a whole number, at least 1")
+        with pytest.raises(errors.InvalidArgument, match=words):
+            read_request(of_parts({**data, "max_frames": most}))
+    with pytest.raises(errors.InvalidArgument, match="neither text, image nor video"):
+        read_request(of_parts({"type": "audio"}))
+
+
 @given(st.binary(max_size=40), st.lists(st.integers(-2, 5), max_size=3))
 def test_garbage_is_refused_and_nothing_else(raw: bytes, shape: list[int]) -> None:
     try:
@@ -171,7 +192,7 @@ USER = {"role": "user", "content": "a"}
         (chat([{"role": {}, "content": "a"}]), "needs a role"),
         (chat([{"role": "user", "content": 5}]), "neither text nor a list"),
         (chat([{"role": "user", "content": {"type": "text"}}]), "neither text nor a list"),
-        (chat([{"role": "user", "content": [5]}]), "neither text nor image"),
+        (chat([{"role": "user", "content": [5]}]), "neither text, image nor video"),
         (chat([{"role": "user", "content": "\ud800"}]), "half of a surrogate pair"),
         (
             chat([{"role": "user", "content": [{"type": "image_url", "image_url": "a\udfff"}]}]),
