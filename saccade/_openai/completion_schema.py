@@ -60,8 +60,6 @@ class Completion(Sampling, DefaultsOfOthers):
             raise ValueError("max_tokens: 0 needs echo to be true")
         if self.best_of not in (None, 1, self.n):
             raise ValueError(f"best_of: expected n = {self.n or 1}, got {self.best_of}: all samples are returned")
-        if self.stream and len(prompt_list(self.prompt)) > 1:
-            raise ValueError(f"stream: one prompt can be streamed, got {len(prompt_list(self.prompt))}")
         if self.stream and self.echo and self.logprobs is not None:
             raise ValueError("echo: it cannot be streamed with logprobs")
         return self

@@ -18,13 +18,13 @@ DONE = b"data: [DONE]\n\n"
 class ChunkEvents(Events):
     """Writes chunks; a subclass says which and when."""
 
-    def __init__(self, answer_id: str, kind: str, body: Sampling) -> None:
-        """`kind`: the chunks' field `object`."""
+    def __init__(self, answer_id: str, kind: str, body: Sampling, first: int = 0) -> None:
+        """`kind`: the chunks' field `object`. `first`: index of the answer's first choice in the request."""
         options = body.stream_options
         self.ids_asked = bool(body.return_token_ids)
         self.usage_asked = bool(options and options.include_usage)
         self._continuous = bool(options and options.continuous_usage_stats)
-        self._id, self._kind = answer_id, kind
+        self._id, self._kind, self._first = answer_id, kind, first
         self._head = ""
         self._prompt_tokens = 0
         self.prompt_ids = ""
@@ -48,10 +48,10 @@ class ChunkEvents(Events):
         self._generated[delta.index] = self._generated.get(delta.index, 0) + len(delta.token_ids)
 
     def choice(self, index: int, fields: str, ids: Sequence[int] = (), *, more: str = "") -> bytes:
-        """The chunk of one choice. `fields`: the JSON of those that follow its index. `ids`: of its tokens. `more`:
-        fields of the chunk, after a comma."""
+        """The chunk of the choice `index` of this answer. `fields`: the JSON of those that follow its index. `ids`: of
+        its tokens. `more`: fields of the chunk, after a comma."""
         told = f',"token_ids":{compact(list(ids))}' if self.ids_asked else ""
-        chunk = f'{self._head}{{"index":{index},{fields}{told}}}]{more}{self._usage(index)}}}\n\n'
+        chunk = f'{self._head}{{"index":{self._first + index},{fields}{told}}}]{more}{self._usage(index)}}}\n\n'
         return chunk.encode("utf-8", "replace")
 
     def without_choices(self, usage: dict[str, Any] | None, extension: dict[str, Any]) -> bytes:

@@ -19,7 +19,7 @@ from saccade.v1 import inference_pb2, model_pb2
 from service.http.call import HttpCall, beside
 from service.http.chunks import DONE, ChunkEvents
 from service.http.json_text import compact, quoted
-from service.http.streams import stream_events
+from service.http.streams import Asked, stream_several
 from service.http.upstream import Caller, all_of
 
 
@@ -29,10 +29,7 @@ async def completions(call: HttpCall) -> None:
     body = validated(Completion, await call.json())
     caller, prompts = call.caller(), prompt_list(body.prompt)
     if body.stream:
-        request = _request(call, body, prompts[0], call.request_id)
-        async with caller.as_one(bool(body.echo)):
-            echo = "" if not body.echo else (await _echo(caller, request, prompts[0])).text
-            await stream_events(call, caller, request, CompletionEvents(call, body, echo))
+        await _stream(call, caller, body, prompts)
         return
 
     async def generate(index: int) -> tuple[Generation, Echo]:
@@ -61,6 +58,20 @@ async def completions(call: HttpCall) -> None:
         "usage": _summed(usages),
         "saccade": extension(answers[0]),
     })  # fmt: skip
+
+
+async def _stream(call: HttpCall, caller: Caller, body: Completion, prompts: Sequence[str | list[int]]) -> None:
+    """Sends all answers as one stream."""
+    answers: dict[int, Generation] = {}
+
+    async def ask(index: int) -> Asked:
+        request_id = call.id_of_prompt(index, len(prompts))
+        request = await beside(call.held, _request, call, body, prompts[index], request_id)
+        echo = (await _echo(caller, request, prompts[index])).text if body.echo else ""
+        return request, CompletionEvents(call, body, echo, index, len(prompts), answers)
+
+    async with call.connected(), caller.as_one(len(prompts) > 1 or bool(body.echo)):
+        await stream_several(call, caller, ask, len(prompts))
 
 
 def _request(
@@ -193,9 +204,14 @@ def _summed(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 class CompletionEvents(ChunkEvents):
     """`text_completion` chunks."""
 
-    def __init__(self, call: HttpCall, body: Completion, echo: str) -> None:
-        super().__init__(f"cmpl-{call.request_id}", "text_completion", body)
+    def __init__(
+        self, call: HttpCall, body: Completion, echo: str, place: int, prompts: int, answers: dict[int, Generation]
+    ) -> None:  # fmt: skip
+        """`place`: of the prompt among the `prompts`. `answers`: to those whose stream has ended, to which this one is
+        added; the last one ends the request's stream."""
+        super().__init__(f"cmpl-{call.request_id}", "text_completion", body, first=place * (body.n or 1))
         self._body, self._echo = body, echo
+        self._place, self._prompts, self._answers = place, prompts, answers
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
         """Choices that have had a chunk."""
@@ -231,6 +247,11 @@ class CompletionEvents(ChunkEvents):
 
     def end(self, answer: Generation) -> bytes:
         chunks = [self._chunk(s.index, '""', "null", compact(_ending(self._body, s))[1:-1]) for s in answer.samples]
+        self._answers[self._place] = answer
+        if len(self._answers) < self._prompts:
+            return b"".join(chunks)
         if self.usage_asked:
-            chunks.append(self.without_choices(_usage(self._body, answer), extension(answer)))
+            answers = [self._answers[place] for place in range(self._prompts)]
+            usage = _summed([_usage(self._body, each) for each in answers])
+            chunks.append(self.without_choices(usage, extension(answers[0])))
         return b"".join([*chunks, DONE])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeAlias
 
 from saccade._core.results import generation_from
 from saccade._openai.errors import error_object
@@ -11,7 +13,7 @@ from saccade.types import Delta, Generation, ToolCallDelta
 from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, http_status
 from service.http.json_text import compact
-from service.http.upstream import Answer, Caller
+from service.http.upstream import CONCURRENT, Caller, all_of
 
 SSE_HEADERS = [("cache-control", "no-cache"), ("x-accel-buffering", "no")]
 
@@ -39,6 +41,10 @@ class Events(Protocol):
         """The last events of an answer that failed; `status` is the HTTP status of the error."""
 
 
+Asked: TypeAlias = tuple[inference_pb2.GenerateRequest, Events]
+"""A request, and what writes its answer."""
+
+
 def calls_of(delta: Delta) -> tuple[list[ToolCallDelta], list[ToolCallDelta]]:
     """The continuation of a call from an earlier piece, which comes before this piece's text, and the calls that begin
     here."""
@@ -52,18 +58,60 @@ def named_event(kind: str, **fields: Any) -> bytes:
 
 async def stream_events(call: HttpCall, caller: Caller, request: inference_pb2.GenerateRequest, events: Events) -> None:
     """Sends an answer as server-sent events. Raises SaccadeError only before the first event."""
-    answer = caller.stream(request)
+
+    async def ask(index: int) -> Asked:
+        return request, events
+
+    async with call.connected():
+        await stream_several(call, caller, ask, 1)
+
+
+async def stream_several(call: HttpCall, caller: Caller, ask: Callable[[int], Awaitable[Asked]], count: int) -> None:
+    """Sends the answers to `count` requests as one stream of events, their pieces in the order in which they arrive.
+    Within `call.connected()`. `ask`: makes the request of an index. The first event waits until all requests that run
+    at a time have been admitted. Raises SaccadeError only before it; after it, an error of any request ends the
+    stream."""
+    turn, begun = asyncio.Lock(), asyncio.Event()
+    waiting = min(count, CONCURRENT)
+    writers: list[Events] = []
+
+    async def write(data: bytes) -> None:
+        async with turn:
+            await call.write(data)
+
+    async def one(index: int) -> None:
+        nonlocal waiting
+        request, events = await ask(index)
+        writers[:] = [events]
+        answer = caller.stream(request)
+        try:
+            started = await answer.start()
+            if not begun.is_set():
+                waiting -= 1
+                if not waiting:
+                    await call.start(200, "text/event-stream; charset=utf-8", SSE_HEADERS)
+                    begun.set()
+                await begun.wait()
+            await write(events.begin(started))
+            while (delta := await answer.read()) is not None:
+                if data := events.piece(delta):
+                    await write(data)
+            await write(events.end(answer.state.assembler.finish()))
+        finally:
+            answer.close()
+
     call.front.streams += 1
     try:
-        async with call.connected():
-            started = await answer.start()
-            await call.start(200, "text/event-stream; charset=utf-8", SSE_HEADERS)
-            await call.write(events.begin(started))
-            await _pieces(call, answer, events)
-            await call.end()
+        await all_of(one, range(count))
+    except SaccadeError as error:
+        if not call.started:
+            raise
+        error.request_id = error.request_id or call.request_id
+        call.status = http_status(error)
+        await call.write(writers[0].error(error_object(error, call.status, call.fields), call.status))
     finally:
         call.front.streams -= 1
-        answer.close()
+    await call.end()
 
 
 async def read_events(call: HttpCall, caller: Caller, request: inference_pb2.GenerateRequest, events: Events) -> None:
@@ -78,16 +126,3 @@ async def read_events(call: HttpCall, caller: Caller, request: inference_pb2.Gen
             events.end(answer.state.assembler.finish())
     finally:
         answer.close()
-
-
-async def _pieces(call: HttpCall, answer: Answer, events: Events) -> None:
-    try:
-        while (delta := await answer.read()) is not None:
-            if data := events.piece(delta):
-                await call.write(data)
-        data = events.end(answer.state.assembler.finish())
-    except SaccadeError as error:
-        error.request_id = error.request_id or call.request_id
-        call.status = http_status(error)
-        data = events.error(error_object(error, call.status, call.fields), call.status)
-    await call.write(data)

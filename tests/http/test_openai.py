@@ -343,6 +343,82 @@ def test_the_end_of_a_streamed_completion_is_that_of_the_whole(client: openai.Op
     assert (whole.finish_reason, whole.stop_reason) == (last.finish_reason, last.stop_reason) == expected
 
 
+@pytest.mark.parametrize("fields", [{}, {"echo": True}, {"logprobs": 1}, {"max_tokens": 0, "echo": True}], ids=str)
+def test_streams_of_several_prompts_say_what_the_whole_answers_say(
+    client: openai.OpenAI, fields: dict[str, Any]
+) -> None:
+    """Choices of prompt i begin with the index i * n. More prompts than run at a time."""
+    prompts = [f"ab{i}" for i in range(20)]
+    options: dict[str, Any] = {"model": "", "prompt": prompts, "seed": 3, "temperature": 1, "n": 2, "max_tokens": 5}
+    options |= {**fields, "extra_body": {"return_token_ids": True}}
+    whole = client.completions.create(**options)
+    chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    found: dict[int, Any] = {}
+    for chunk in chunks:
+        for part in chunk.choices:
+            extra: Any = part.model_extra
+            choice = found.setdefault(part.index, ["", [], [], None, extra.get("prompt_token_ids")])
+            choice[0] += part.text
+            choice[1] += extra["token_ids"]
+            choice[2] += part.logprobs.token_logprobs if part.logprobs else []
+            choice[3] = part.finish_reason or choice[3]
+    assert sorted(found) == list(range(40)) and chunks[-1].usage == whole.usage
+    for same in whole.choices:
+        extra = same.model_extra
+        scores = same.logprobs.token_logprobs if same.logprobs else []
+        expected = [same.text, extra["token_ids"], scores, same.finish_reason, extra["prompt_token_ids"]]
+        assert found[same.index] == expected
+
+
+def test_an_error_of_one_of_several_prompts_is_that_of_the_request(client: openai.OpenAI) -> None:
+    """Of the first ones before the stream begins, of a later one within it."""
+    bad = "x" * 5000
+    for prompts in ([bad, "a"], ["a", bad]):
+        with pytest.raises(openai.BadRequestError, match="context") as caught:
+            client.completions.create(model="", prompt=prompts, max_tokens=2, stream=True)
+        assert caught.value.param == "prompt"
+    seen = []
+    with pytest.raises(openai.APIError, match="context"):
+        for chunk in client.completions.create(model="", prompt=["a"] * 40 + [bad], max_tokens=2, stream=True):
+            seen.append(chunk)
+    assert seen
+
+
+def test_fields_that_openai_has_replaced(client: openai.OpenAI) -> None:
+    function: Any = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    said: Any = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    for fields, name, successor in (
+        ({"functions": [function]}, "functions", "tools"),
+        ({"function_call": "auto"}, "function_call", "tool_choice"),
+        ({"messages": [*ASK, said]}, "messages[1].function_call", "tool_calls"),
+    ):  # fmt: skip
+        words = f"{name}: it is not supported; OpenAI has replaced it by {successor}"
+        with pytest.raises(openai.BadRequestError, match=re.escape(words)) as caught:
+            client.chat.completions.create(**{**GREEDY, **fields})
+        assert caught.value.param == name
+
+
+def test_special_tokens_are_shown_if_they_are_asked_for(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
+    """The bias makes the model draw the second of them."""
+    drawn: dict[str, Any] = {"temperature": 0, "max_tokens": 3, "logit_bias": {"1": 100.0}}
+    shown: Any = {"extra_body": {"skip_special_tokens": False}}
+    for create, prompt in (
+        (client.chat.completions.create, {"messages": ASK}), (client.completions.create, {"prompt": "abcd"})
+    ):  # fmt: skip
+        whole: Any = create(model="", **prompt, **drawn, **shown)
+        chunks: Any = create(model="", **prompt, **drawn, **shown, stream=True)
+        text = whole.choices[0].message.content if "messages" in prompt else whole.choices[0].text
+        parts = [c.delta.content if "messages" in prompt else c.text for chunk in chunks for c in chunk.choices]
+        assert text == "".join(part or "" for part in parts) == "<s>" * 3
+        hidden: Any = create(model="", **prompt, **drawn)
+        assert not (hidden.choices[0].message.content if "messages" in prompt else hidden.choices[0].text)
+    told = {**drawn, "logit_bias": {1: 100.0}, "skip_special_tokens": False}
+    assert grpc_client.generate(ASK, **told).text == "<s>" * 3
+    assert grpc_client.generate(ASK, **{**told, "stop": "s><"}).text == "<"
+    end: Any = {**drawn, "logit_bias": {"2": 100.0}}  # the end of the answer
+    assert client.completions.create(model="", prompt="abcd", **end, **shown).choices[0].text == ""
+
+
 def test_responses(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "", "temperature": 1, "max_output_tokens": 20, "extra_body": {"seed": 3}}
     chat = client.chat.completions.create(
