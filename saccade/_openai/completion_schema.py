@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from saccade._openai.schema import DefaultsOfOthers, Message, Sampling, Strict, Templated, TokenId
+from saccade._openai.schema import DefaultsOfOthers, Message, Messages, Sampling, Strict, Templated, TokenId
 
 SPECIAL_TOKENS = (
     "Whether text prompts get the special tokens that the tokenizer adds to texts, such as a beginning-of-sequence "
@@ -65,21 +65,40 @@ class Completion(Sampling, DefaultsOfOthers):
         return self
 
 
-class Embeddings(Strict):
-    """The body of `/v1/embeddings`."""
+def _check_input(body: Embeddings | Tokenize, name: str) -> None:
+    """Raises ValueError unless the body has either the field `name` or messages, and for options of the other one."""
+    if (getattr(body, name) is None) == (body.messages is None):
+        raise ValueError(f"expected either {name} or messages")
+    usual = {"add_generation_prompt": True, "continue_final_message": False, "late_system_as_user": False}
+    given = [key for key in Templated.model_fields if getattr(body, key) not in (None, [], {}, usual.get(key))]
+    if given and body.messages is None:
+        raise ValueError(f"{given[0]}: needs messages")
+    if body.add_special_tokens and body.messages is not None:
+        raise ValueError("add_special_tokens: expected false or none with messages, which have the template's")
 
-    input: Prompts
+
+class Embeddings(Templated):
+    """The body of `/v1/embeddings`: prompts, which are tokenized literally, or messages, with what the prompt of a chat
+    completion depends on."""
+
+    input: Prompts | None = None
+    messages: Messages[Message] | None = Field(None, description="As in chat completions, with the same prompt.")
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, description="The model's own number: embeddings are not shortened.")
     pooling: Literal["mean", "last"] | None = Field(
         None, description="Mean of the hidden states of all tokens (the default), or that of the last token."
     )
-    add_special_tokens: bool | None = Field(None, description=SPECIAL_TOKENS)
+    add_special_tokens: bool | None = Field(None, description=f"{SPECIAL_TOKENS} Messages have those of the template.")
     truncate_prompt_tokens: Literal[-1] | None = Field(
         None, description="Accepted because `vllm bench serve` sends it. A prompt longer than the context is an error."
     )
     user: str | None = Field(None, description="Ignored.")
+
+    @model_validator(mode="after")
+    def _one_input(self) -> Embeddings:
+        _check_input(self, "input")
+        return self
 
 
 class Tokenize(Templated):
@@ -94,14 +113,7 @@ class Tokenize(Templated):
 
     @model_validator(mode="after")
     def _one_input(self) -> Tokenize:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("expected either prompt or messages")
-        usual = {"add_generation_prompt": True, "continue_final_message": False, "late_system_as_user": False}
-        given = [name for name in Templated.model_fields if getattr(self, name) not in (None, [], {}, usual.get(name))]
-        if given and self.messages is None:
-            raise ValueError(f"{given[0]}: needs messages")
-        if self.add_special_tokens and self.messages is not None:
-            raise ValueError("add_special_tokens: expected false or none with messages, which have the template's")
+        _check_input(self, "prompt")
         return self
 
 

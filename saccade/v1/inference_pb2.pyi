@@ -266,7 +266,7 @@ class TokenizeRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., prompt: _Optional[_Union[PromptInput, _Mapping]] = ..., tokens: _Optional[_Union[TokensInput, _Mapping]] = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
-    __slots__ = ("token_ids", "prompt_tokens", "image_tokens", "tokens_per_image", "video_tokens", "tokens_per_video", "media")
+    __slots__ = ("token_ids", "prompt_tokens", "image_tokens", "tokens_per_image", "video_tokens", "tokens_per_video", "media", "context_length")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IMAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +274,7 @@ class TokenizeResponse(_message.Message):
     VIDEO_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_VIDEO_FIELD_NUMBER: _ClassVar[int]
     MEDIA_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
     image_tokens: int
@@ -281,7 +282,8 @@ class TokenizeResponse(_message.Message):
     video_tokens: int
     tokens_per_video: _containers.RepeatedScalarFieldContainer[int]
     media: _containers.RepeatedCompositeFieldContainer[_types_pb2.MediaLayout]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., tokens_per_image: _Optional[_Iterable[int]] = ..., video_tokens: _Optional[int] = ..., tokens_per_video: _Optional[_Iterable[int]] = ..., media: _Optional[_Iterable[_Union[_types_pb2.MediaLayout, _Mapping]]] = ...) -> None: ...
+    context_length: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., tokens_per_image: _Optional[_Iterable[int]] = ..., video_tokens: _Optional[int] = ..., tokens_per_video: _Optional[_Iterable[int]] = ..., media: _Optional[_Iterable[_Union[_types_pb2.MediaLayout, _Mapping]]] = ..., context_length: _Optional[int] = ...) -> None: ...
 
 class CancelGenerationRequest(_message.Message):
     __slots__ = ("request_id",)

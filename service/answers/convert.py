@@ -140,6 +140,7 @@ def tokenized_to_proto(tokenized: Tokenized) -> inference_pb2.TokenizeResponse:
         token_ids=tokenized.ids, prompt_tokens=tokenized.prompt_tokens, image_tokens=tokenized.image_tokens,
         tokens_per_image=tokenized.tokens_per_image, video_tokens=tokenized.video_tokens,
         tokens_per_video=tokenized.tokens_per_video, media=_media(tokenized.media),
+        context_length=tokenized.context_length,
     )  # fmt: skip
 
 

@@ -117,7 +117,8 @@ class Frontend:
         with self._admitted(spec, salt) as call:
             async with self._preparation.prompt(spec, salt, self.resolve, call.cancelled) as (prompt, _):
                 return Tokenized(
-                    prompt.narrow_ids, len(prompt.ids), prompt.tokens_per_image, prompt.tokens_per_video, prompt.media
+                    prompt.narrow_ids, len(prompt.ids), prompt.tokens_per_image, prompt.tokens_per_video, prompt.media,
+                    self.engine.info.max_len,
                 )  # fmt: skip
 
     async def stream(

@@ -248,6 +248,8 @@ class Tokenized:
     tokens_per_video: tuple[int, ...]
     media: tuple[MediaLayout, ...] = ()
     """For each image and clip, in the order of the prompt."""
+    context_length: int = 0
+    """Tokens that a prompt and its answer can have together."""
 
     @property
     def image_tokens(self) -> int:

@@ -12,7 +12,7 @@ from saccade._openai.chat import chat_request
 from saccade._openai.completion_schema import Detokenize, Embeddings, Tokenize, prompt_list
 from saccade._openai.fields import CHAT, DETOKENIZE, prompt_rules
 from saccade._openai.problems import validated
-from saccade._openai.schema import ChatCompletion, Templated
+from saccade._openai.schema import ChatCompletion, Message, Templated
 from saccade.errors import InvalidArgument
 from saccade.types import Embedding
 from saccade.v1 import inference_pb2, model_pb2
@@ -22,18 +22,18 @@ from service.http.upstream import all_of
 
 
 async def embeddings(call: HttpCall) -> None:
-    """Embeddings of prompts, from the model's hidden states."""
+    """Embeddings of prompts or of messages, from the model's hidden states."""
     call.fields = prompt_rules("input")
     body = validated(Embeddings, await call.json())
+    call.fields = CHAT if body.input is None else call.fields
     caller = call.caller()
-    prompts: Sequence[str | list[int]] = prompt_list(body.input)
+    prompts: Sequence[str | list[int] | None] = [None] if body.input is None else prompt_list(body.input)
 
     async def one(index: int) -> Embedding:
-        prompt = prompts[index]
-        request = embed_request(prompt, raw=isinstance(prompt, str), model=body.model or "", priority=call.priority)
-        request.request_id = call.id_of_prompt(index, len(prompts))
-        if isinstance(prompt, str):
-            request.prompt.add_special_tokens = body.add_special_tokens is not False
+        request_id = call.id_of_prompt(index, len(prompts))
+        request = await beside(call.held, _embed_request, body, prompts[index], request_id)
+        if call.priority is not None:
+            request.priority = call.priority
         return embedding_from(await caller.call("inference", "Embed", request))
 
     async with call.connected(), caller.as_one(len(prompts) > 1):
@@ -51,6 +51,24 @@ async def embeddings(call: HttpCall) -> None:
         "model": found[0].model,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     })  # fmt: skip
+
+
+def _embed_request(body: Embeddings, prompt: str | list[int] | None, request_id: str) -> inference_pb2.EmbedRequest:
+    """The request for one prompt; None: the messages."""
+    if prompt is None:
+        chat = _chat_input(body, body.messages or [])
+        return inference_pb2.EmbedRequest(request_id=request_id, model=body.model or "", chat=chat)
+    request = embed_request(prompt, raw=isinstance(prompt, str), model=body.model or "")
+    request.request_id = request_id
+    if isinstance(prompt, str):
+        request.prompt.add_special_tokens = body.add_special_tokens is not False
+    return request
+
+
+def _chat_input(body: Templated, messages: Sequence[Message]) -> inference_pb2.ChatInput:
+    """The messages as those of a chat completion."""
+    same = {name: getattr(body, name) for name in Templated.model_fields}
+    return chat_request(ChatCompletion.model_construct(messages=messages, **same), no_paths).chat
 
 
 def _vector(embedding: Embedding, body: Embeddings) -> Any:
@@ -74,6 +92,7 @@ async def tokenize(call: HttpCall) -> None:
     await call.respond({
         "tokens": list(told.token_ids),
         "count": told.prompt_tokens,
+        "max_model_len": told.context_length,
         "token_strs": strings,
         "image_tokens": told.image_tokens,
         "tokens_per_image": list(told.tokens_per_image),
@@ -86,8 +105,7 @@ def _tokenize_request(body: Tokenize) -> inference_pb2.TokenizeRequest:
         built = build_request(body.prompt or "", raw=True)
         built.prompt.add_special_tokens = body.add_special_tokens is not False
         return inference_pb2.TokenizeRequest(model=body.model or "", prompt=built.prompt)
-    same = {name: getattr(body, name) for name in Templated.model_fields}
-    chat = chat_request(ChatCompletion.model_construct(messages=body.messages, **same), no_paths).chat
+    chat = _chat_input(body, body.messages)
     return inference_pb2.TokenizeRequest(model=body.model or "", chat=chat)
 
 

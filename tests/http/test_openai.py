@@ -519,6 +519,28 @@ def test_embeddings(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
     assert caught.value.param == "dimensions"
 
 
+def test_embeddings_of_messages(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
+    """As in vLLM. The prompt is that of a chat completion, with its images."""
+    image = {"type": "image_url", "image_url": {"url": data_url(png(1))}}
+    messages: list[Any] = [{"role": "user", "content": [image, {"type": "text", "text": "what is it?"}]}]
+
+    def made(**body: Any) -> Any:
+        return client.post("/embeddings", cast_to=object, body=body)
+
+    same = grpc_client.embed(messages)
+    answer = made(messages=messages, pooling="last")
+    assert answer["data"][0]["embedding"] == same.last.tolist()
+    assert answer["usage"]["prompt_tokens"] == same.prompt_tokens > same.image_tokens > 0
+    for wrong, words in (
+        ({}, "expected either input or messages"), ({"input": "a", "messages": messages}, "expected either input or"),
+        ({"input": "a", "enable_thinking": True}, "enable_thinking: needs messages"),
+        ({"messages": messages, "add_special_tokens": True}, "add_special_tokens: expected false"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages: the prompt is too long"),
+    ):  # fmt: skip
+        with pytest.raises(openai.BadRequestError, match=words):
+            made(**wrong)
+
+
 def test_embeddings_with_the_truncation_that_vllms_benchmark_asks_for(client: openai.OpenAI) -> None:
     fixed: Any = {"model": "", "extra_body": {"truncate_prompt_tokens": -1}}
     assert client.embeddings.create(input="abc", **fixed).data == client.embeddings.create(model="", input="abc").data

@@ -51,6 +51,7 @@ def test_texts_have_them_unless_told_otherwise(post: Any, address: str) -> None:
         assert BOS not in bare, "raw text of the SDK is taken as it is"
         assert ids_of(post, prompt="abé") == [BOS, *bare]
         assert ids_of(post, prompt="<s>abé") == [BOS, *bare], "not twice"
+        assert post("/tokenize", prompt="a")["max_model_len"] == client.get_model().limits.context_length == 600
         assert ids_of(post, prompt="abé", add_special_tokens=False) == bare
         chat = [{"role": "user", "content": "abé"}]
         assert ids_of(post, messages=chat) == client.tokenize("abé").token_ids
