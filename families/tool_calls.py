@@ -219,9 +219,13 @@ class CallScanner:
             if self.done:
                 return
             yield from cursor.space()
-            if (yield from cursor.word("]", ",")) == "]":
-                cursor.drop()
-                return
+            if (yield from cursor.word("]", ",")) == ",":
+                yield from cursor.space()
+                if cursor.text[cursor.at] != "]":
+                    continue
+                cursor.at += 1  # a comma may follow the last item, as in Python
+            cursor.drop()
+            return
 
     def _item(self) -> Steps:
         """A JSON object with `name` and `arguments`, usually in this order: then the arguments are reported as they are
