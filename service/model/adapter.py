@@ -87,7 +87,7 @@ class AdapterConfig:
             parameters=tuple(_texts(config, "target_parameters", file)),
             tokens=_tokens(config.get("trainable_token_indices"), file),
             base=str(config.get("base_model_name_or_path") or ""),
-            version=tuple(map(int, re.findall(r"\d+", str(config.get("peft_version") or ""))[:2])),
+            version=tuple(map(int, re.findall(r"\d{1,9}", str(config.get("peft_version") or ""))[:2])),
         )
 
     def rank_of(self, key: str) -> int:
@@ -278,6 +278,8 @@ class Adapter:
         self.path, self.name = path, name or path.resolve().name
         self.config = AdapterConfig.read(path)
         self.files = WeightFiles(path, optional=outline, only=ADAPTER_WEIGHTS)
+        if self.files.files and not self.files.table:
+            raise CheckpointError(f"{self.files.files[0]} has no tensors: the adapter would change nothing")
         for tensor, entry in self.files.table.items():
             if entry.dtype not in PLAIN_FLOATS:
                 known = ", ".join(PLAIN_FLOATS)

@@ -52,7 +52,7 @@ def _numbers(weight: StoredWeight, values: Tensor) -> Tensor:
     if values.is_floating_point() and values.numel():
         low, high = torch.aminmax(values)
         if not bool(torch.isfinite(low.float()) & torch.isfinite(high.float())):
-            count = values.numel() - int(torch.isfinite(values).sum())
+            count = values.numel() - int(torch.isfinite(values.float()).sum())
             raise FormatError(f"{weight.module}: {count} of {values.numel()} numbers are NaN or infinite")
     return values
 

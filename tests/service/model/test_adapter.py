@@ -412,6 +412,7 @@ def test_an_adapter_of_another_model_is_a_warning(bamba: Any, tmp_path: Path, ca
         ({"layer_replication": [[0, 4], [2, 5]]}, "layer_replication is"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the weights"),
         ({"init_lora_weights": "gaussian"}, None),
+        ({"peft_version": "1" * 5000}, None),
         ({"target_parameters": "experts"}, "target_parameters must be a list of names"),
         ({"trainable_token_indices": [1, 1]}, "trainable_token_indices must be lists of different token ids"),
         ({"trainable_token_indices": {"embed_tokens": [-1]}}, "trainable_token_indices must be"),
@@ -451,6 +452,7 @@ def changed(tensors: Tensors, layer: str, change: str) -> Tensors:
         "only-original": {**tensors, "lm_head.original_module.weight": up},
         "rows": {**tensors, f"{EMBED}.token_adapter.trainable_tokens_delta": up[:2]},
         "nan": {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": infinite},
+        "doubles": {f"{layer}.lora_A.weight": down.double().sign() * 1e300, f"{layer}.lora_B.weight": up},
         "overflow": {f"{layer}.lora_A.weight": down * 1e30, f"{layer}.lora_B.weight": up * 1e30},
     }[change]  # fmt: skip
 
@@ -475,6 +477,7 @@ def changed(tensors: Tensors, layer: str, change: str) -> Tensors:
         ("only-original", "lm_head.original_module.weight is there without the tensor that replaces it"),
         ("rows", "trainable_token_indices has 0 ids for its rows"),
         ("nan", "1 of .* numbers are NaN or infinite"),
+        ("doubles", r"(\d+) of \1 numbers are NaN or infinite"),
         ("overflow", "numbers of the weight are NaN or infinite"),
     ],
 )
@@ -485,7 +488,7 @@ def test_tensors_that_do_not_fit(bamba: Any, tmp_path: Path, change: str, messag
     adapter = write_adapter(tmp_path, changed(tensors, layer, change))
     with pytest.raises(CheckpointError, match=message) as error:
         checkpoint = opened(bamba.path, adapter)
-        assert change in ("nan", "overflow")
+        assert change in ("nan", "doubles", "overflow")
         list(checkpoint.decoder_weights())
     assert str(tmp_path) in str(error.value) or change == "overflow"
 
@@ -544,6 +547,8 @@ def test_folders_that_are_no_adapters(bamba: Any, tmp_path: Path) -> None:
         open_checkpoint(str(bamba.path), adapter=str(bamba.path))
     with pytest.raises(CheckpointError, match="no adapter 'nothing': it is neither a folder, nor a hub id"):
         open_checkpoint(str(bamba.path), adapter="nothing")
+    with pytest.raises(CheckpointError, match="has no tensors: the adapter would change nothing"):
+        open_checkpoint(str(bamba.path), adapter=str(write_adapter(tmp_path / "empty", {})))
     (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
     with pytest.raises(CheckpointError, match=r"has no adapter_model.safetensors \(other formats are not supported\)"):
         open_checkpoint(str(bamba.path), adapter=str(adapter))
