@@ -104,6 +104,7 @@ class AsyncMethods(AsyncSession):
                 continue_final_message: the answer continues the text of the last chat message, which is the
                 assistant's, and does not repeat it. late_system_as_user: system messages after others become the
                 user's if the chat template rejects them.
+                skip_special_tokens: False: the text has the names of special tokens, such as markers of boxes.
                 return_prompt_token_ids: the answer has the token ids of the prompt (`Generation.prompt_token_ids`).
 
         Raises:

@@ -57,6 +57,7 @@ class Sampling(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool | None
     clamp_max_tokens: bool | None
+    skip_special_tokens: bool | None
     n: int | None
     continued_token_ids: Sequence[int]
     model: str
@@ -189,7 +190,7 @@ def _set_sampling(message: types_pb2.SamplingParams, sampling: Mapping[str, Any]
         if sampling.get(name) is not None:
             with _naming(name):
                 setattr(message, name, float(sampling[name]))
-    for name in ("ignore_eos", "clamp_max_tokens"):
+    for name in ("ignore_eos", "clamp_max_tokens", "skip_special_tokens"):
         if sampling.get(name) is not None:
             setattr(message, name, check_flag(name, sampling[name]))
     message.stop.extend(check_strings("stop", sampling.get("stop") or ()))

@@ -32,7 +32,7 @@ the message. Raises InvalidArgument."""
 _SAME = (
     "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "n", "ignore_eos", "stop", "stop_token_ids", "allowed_token_ids", "bad_words",
-    "response_format", "priority",
+    "response_format", "priority", "skip_special_tokens",
 )  # fmt: skip
 """Fields with the same names as the arguments of the client's methods."""
 _TEMPLATE = (

@@ -299,6 +299,9 @@ class Sampling(Strict):
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    skip_special_tokens: bool | None = Field(
+        None, description="False: texts have the names of special tokens, without that of a token that ends the answer."
+    )
     return_token_ids: bool | None = Field(
         None,
         description="Choices have `token_ids`, and the answer (of completions: each choice) has `prompt_token_ids`, "
@@ -317,11 +320,10 @@ class DefaultsOfOthers(Strict):
     """Parameters that clients of other servers send spelled out. Only the values that mean what this server always does
     are accepted."""
 
-    skip_special_tokens: Literal[True] | None = None
     include_stop_str_in_output: Literal[False] | None = None
     use_beam_search: Literal[False] | None = None
     length_penalty: float | None = Field(None, description="Ignored: it is about beam search.")
-    spaces_between_special_tokens: bool | None = Field(None, description="Ignored: texts have no special tokens.")
+    spaces_between_special_tokens: bool | None = Field(None, description="Ignored: texts are those of the tokenizer.")
 
 
 class Continuing(Strict):

@@ -212,7 +212,10 @@ class Answer:
             calls = CallSplit(markup, self._tools, silent, name, or_format=or_format)
         exact = or_format or (text_format is not None and text_format.kind != "tool_calls")
         split = ReasoningSplit(assets.reasoning, self._phase)
-        return SampleState(assets.tokenizer, spec.stop, self._params.min_tokens, split, exact=exact, calls=calls)
+        return SampleState(
+            assets.tokenizer, spec.stop, self._params.min_tokens, split, exact=exact, calls=calls,
+            special=spec.show_special,
+        )  # fmt: skip
 
     @property
     def _eos(self) -> frozenset[int]:

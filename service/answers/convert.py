@@ -78,6 +78,7 @@ def spec_from_proto(request: inference_pb2.GenerateRequest, *, whole: bool = Fal
         constraint=constraint,
         max_reasoning_tokens=sampling.max_reasoning_tokens if sampling.HasField("max_reasoning_tokens") else None,
         thinking=asked_thinking(value),
+        show_special=sampling.HasField("skip_special_tokens") and not sampling.skip_special_tokens,
         return_prompt_ids=request.return_prompt_token_ids,
         whole=whole,
     )

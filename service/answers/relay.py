@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from service.answers.reasoning import ReasoningSplit
@@ -36,12 +37,12 @@ class SampleState:
 
     def __init__(
         self, tokenizer: Tokenizer | None, stops: Sequence[str], min_tokens: int, split: ReasoningSplit, *,
-        exact: bool = False, calls: CallSplit | None = None,
+        exact: bool = False, calls: CallSplit | None = None, special: bool = False,
     ) -> None:  # fmt: skip
         """`exact`: newlines after the closing marker of reasoning belong to the text, not to the marker. `calls`: None
-        if the request has no tools that can be called."""
-        self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer)
+        if the request has no tools that can be called. `special`: the text has the names of special tokens."""
+        self._new_detokenizer = partial(Detokenizer, tokenizer, special=special)
+        self._detokenizer = self._new_detokenizer()
         self._stops = StopMatcher(stops)
         self._min_tokens = min_tokens
         self._split, self._exact, self._calls = split, exact, calls
@@ -77,7 +78,7 @@ class SampleState:
         reasoning, kind = self._split.reasoning, self._split.take(token)
         if kind == "marker":
             found = merged((self._take(self._detokenizer.flush(), reasoning), self._end(reasoning)))
-            self._detokenizer = Detokenizer(self._tokenizer)
+            self._detokenizer = self._new_detokenizer()
             self._after_marker = self._split.reasoning or not self._exact
             return found
         self.reasoning_tokens += shown and kind == "reasoning"
@@ -89,7 +90,7 @@ class SampleState:
         if marker is None:
             return self._detokenizer.push([token])
         text = self._detokenizer.flush() + marker
-        self._detokenizer = Detokenizer(self._tokenizer)
+        self._detokenizer = self._new_detokenizer()
         return text
 
     def _take(self, text: str, reasoning: bool) -> Shown:

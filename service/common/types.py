@@ -209,6 +209,8 @@ class GenerateSpec:
     """Whether the request asks for reasoning or for none; None: the chat template decides."""
     constrain_reasoning: bool = False
     """Whether the constraint holds from the first token on, even if that is reasoning."""
+    show_special: bool = False
+    """Whether the text has the names of special tokens."""
     return_prompt_ids: bool = False
     """Whether the answer has the token ids of the prompt."""
     whole: bool = False

@@ -64,9 +64,10 @@ class Tokenizer:
             i for i, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special and self.token(i) == token.content
         }  # fmt: skip
-        self._has_text = bytearray(largest + 1)  # by id; asking the library takes longer
+        self._kinds = bytearray(largest + 1)
+        """By id, because asking the library takes longer: 0 without an entry, 1 special, 2 text."""
         for i in vocabulary.values():
-            self._has_text[i] = i not in self._special
+            self._kinds[i] = 1 if i in self._special else 2
 
     @property
     def vocab_size(self) -> int:
@@ -109,9 +110,10 @@ class Tokenizer:
         before, after = self._around
         return [*([] if ids[: len(before)] == before else before), *ids, *after]
 
-    def silent(self, token_id: int) -> bool:
-        """Whether a token has no text: a special one, or an id without an entry."""
-        return token_id >= len(self._has_text) or not self._has_text[token_id]
+    def silent(self, token_id: int, *, special: bool = False) -> bool:
+        """Whether a token has no text: an id without an entry, or a special token. `special`: special tokens have their
+        names as text; likewise below."""
+        return token_id >= len(self._kinds) or self._kinds[token_id] < 2 - special
 
     def empty(self, token_id: int) -> bool:
         """Whether a token that is not `silent` decodes to no text at any position."""
@@ -126,18 +128,18 @@ class Tokenizer:
         entry = self.token(token_id) if self._has_fallback else None
         return None if entry is None else fallback_byte(entry)
 
-    def shown_bytes(self, token_id: int) -> bytes:
+    def shown_bytes(self, token_id: int, *, special: bool = False) -> bytes:
         """The bytes of a token in decoded text, if `joins_bytes`: none of a token without text."""
         found = self._shown.get(token_id)
         if found is None:
             if self.silent(token_id):
-                return b""
+                return self.token_bytes(token_id) if special else b""
             found = self._shown[token_id] = self.token_bytes(token_id)
         return found
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of `ids`; special tokens and ids without an entry decode to nothing."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
 
 
 def _encode(tokenizer: _Tokenizer, text: str) -> list[int]:
@@ -201,8 +203,9 @@ class Detokenizer:
     byte: it is held back until it ends or cannot become text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None, *, special: bool = False) -> None:
+        """`special`: special tokens have their names as text."""
+        self._tokenizer, self._special = tokenizer, special
         self._before: list[int] = []
         """The last ids whose text is certain."""
         self._run: list[int] = []
@@ -218,8 +221,8 @@ class Detokenizer:
         if self._tokenizer is None:
             return ""
         if self._utf8 is not None:
-            return self._utf8.decode(b"".join(map(self._tokenizer.shown_bytes, ids)))
-        return "".join([self._pushed(i) for i in ids if not self._tokenizer.silent(i)])
+            return self._utf8.decode(b"".join([self._tokenizer.shown_bytes(i, special=self._special) for i in ids]))
+        return "".join([self._pushed(i) for i in ids if not self._tokenizer.silent(i, special=self._special)])
 
     def flush(self) -> str:
         """The text that was held back, an incomplete character as U+FFFD."""
@@ -230,7 +233,7 @@ class Detokenizer:
         byte = self._tokenizer.fallback_byte(token)
         if byte is None:
             text = self._ended_run()
-            if not self._tokenizer.empty(token):
+            if self._tokenizer.silent(token) or not self._tokenizer.empty(token):
                 return text + self._decoded([token])
             if not self._before or self._tokenizer.fallback_byte(self._before[-1]) is not None:
                 self._before = [*self._before[-1:], token]  # it is the first token, or ends a run of bytes
@@ -255,7 +258,7 @@ class Detokenizer:
         """The text of `ids` after those before them; nothing after `ids` can change it."""
         if self._tokenizer is None or not ids:
             return ""
-        shown = self._tokenizer.decode(self._before)
-        text = self._tokenizer.decode(self._before + ids)
+        shown = self._tokenizer.decode(self._before, special=self._special)
+        text = self._tokenizer.decode(self._before + ids, special=self._special)
         self._before = (self._before + ids)[-_BEFORE:]
         return text[len(shown) :]

@@ -176,12 +176,8 @@ def test_defaults_of_vllm_are_accepted_spelled_out(client: openai.OpenAI, route:
     fixed: Any = {"model": "", "max_tokens": 4, "temperature": 0, **given}
     answer, same = create(**fixed), create(**fixed, extra_body=defaults)
     assert same.choices[0].model_dump() == answer.choices[0].model_dump()
-    for name, value in (
-        ("skip_special_tokens", True),
-        ("include_stop_str_in_output", False),
-    ):
-        with pytest.raises(openai.BadRequestError, match=f"{name}: input should be {value}, got {not value}"):
-            create(**fixed, extra_body={name: not value})
+    with pytest.raises(openai.BadRequestError, match="include_stop_str_in_output: input should be False, got True"):
+        create(**fixed, extra_body={"include_stop_str_in_output": True})
 
 
 def test_token_ids(client: openai.OpenAI, grpc_client: saccade.Client) -> None:

@@ -120,8 +120,10 @@ def test_pieces_of_words_are_streamed_as_they_decode(pieces: Tokenizer, parts: l
     """A run of byte tokens is no text at all if one of them makes it none, even if it began with whole characters."""
     ids = [i for part in parts for i in part]
     for division in (parts, [[i] for i in ids]):
-        detokenizer = Detokenizer(pieces)
-        assert "".join(map(detokenizer.push, division)) + detokenizer.flush() == pieces.decode(ids)
+        for special in (False, True):
+            detokenizer = Detokenizer(pieces, special=special)
+            shown = "".join(map(detokenizer.push, division)) + detokenizer.flush()
+            assert shown == pieces.decode(ids, special=special)
 
 
 def test_bytes_of_no_text_are_shown_at_once(tmp_path: Path) -> None:
@@ -139,10 +141,10 @@ def test_a_long_answer_of_pieces_costs_no_more_for_each_token(pieces: Tokenizer,
             pieces.silent, pieces.empty, pieces.joins_bytes, pieces.fallback_byte
         )  # fmt: skip
 
-        def decode(self, ids: list[int]) -> str:
+        def decode(self, ids: list[int], *, special: bool) -> str:
             nonlocal decoded
             decoded += len(ids)
-            return pieces.decode(ids)
+            return pieces.decode(ids, special=special)
 
     detokenizer = Detokenizer(Counting())  # type: ignore[arg-type]
     ids = [*(bytes.fromhex(run) if run else [BYTE_IDS + PIECES.index(piece) for piece in ("##", "")])] * 500
@@ -186,8 +188,10 @@ def test_ids_without_an_entry_decode_to_nothing(tokenizer: Tokenizer) -> None:
 @given(ids=st.lists(st.integers(0, 262) | st.integers(100, 230), max_size=60))
 def test_ids_that_are_no_text_are_streamed_as_they_decode(tokenizer: Tokenizer, ids: list[int]) -> None:
     """Bytes of no character, special tokens and ids without an entry, in any order."""
-    detokenizer = Detokenizer(tokenizer)
-    assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush() == tokenizer.decode(ids)
+    for special in (False, True):
+        detokenizer = Detokenizer(tokenizer, special=special)
+        shown = "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush()
+        assert shown == tokenizer.decode(ids, special=special)
 
 
 def test_a_character_among_bytes_of_none_is_not_cut_in_two(tokenizer: Tokenizer) -> None:
@@ -206,10 +210,10 @@ def test_a_long_answer_of_no_text_costs_no_more_for_each_token(tokenizer: Tokeni
     class Counting:
         silent, joins_bytes, shown_bytes = tokenizer.silent, tokenizer.joins_bytes, tokenizer.shown_bytes
 
-        def decode(self, ids: list[int]) -> str:
+        def decode(self, ids: list[int], *, special: bool) -> str:
             nonlocal decoded
             decoded += len(ids)
-            return tokenizer.decode(ids)
+            return tokenizer.decode(ids, special=special)
 
     detokenizer = Detokenizer(Counting())  # type: ignore[arg-type]
     one = 5000 if token is None else tokenizer.token_id(token)
