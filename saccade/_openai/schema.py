@@ -222,6 +222,15 @@ class DirectCaller(Strict):
 # -- chat completions --------------------------------------------------------------------------------------------------
 
 
+def _replaced_by(name: str) -> BeforeValidator:
+    """For a field that OpenAI has replaced: its error says by what."""
+
+    def refuse(value: Any) -> Any:
+        raise ValueError(f"it is not supported; OpenAI has replaced it by {name}")
+
+    return BeforeValidator(refuse)
+
+
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: TextOr[Part] | None = None
@@ -233,7 +242,7 @@ class Message(Strict):
     # Null in messages that clients send back as they got them.
     refusal: None = None
     audio: None = None
-    function_call: None = None
+    function_call: Annotated[None, _replaced_by("tool_calls")] = None
     annotations: list[Any] | None = None
 
     @model_validator(mode="after")
@@ -376,6 +385,10 @@ class ChatCompletion(Templated, Sampling, DefaultsOfOthers):
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = Field(None, description="The template has all that messages need.")
     include_reasoning: Literal[True] | None = None
+    functions: Annotated[None, _replaced_by("tools")] = Field(None, description="Not supported: `tools` replaces it.")
+    function_call: Annotated[None, _replaced_by("tool_choice")] = Field(
+        None, description="Not supported: `tool_choice` replaces it."
+    )
     # The following fields do not change the answer.
     metadata: Any = Field(None, description="Ignored.")
     store: Any = Field(None, description="Ignored: nothing is stored.")
