@@ -73,11 +73,12 @@ class CallScanner:
 
     def __init__(
         self, markup: ToolMarkup, tools: Mapping[str, Mapping[str, Any]], *, single: bool = False,
-        at_once: bool = False,
+        at_once: bool = False, only: bool = False,
     ) -> None:  # fmt: skip
         """`tools`: the JSON schema of each tool's arguments, by name. `single`: the first complete call is the end of
-        the answer; nothing after it is reported. `at_once`: a text that does not begin with a call has none."""
-        self._markup, self._tools, self._single, self._at_once = markup, tools, single, at_once
+        the answer; nothing after it is reported. `at_once`: a text that does not begin with a call has none. `only`:
+        there are only calls, so that a part of a marker at the end of an answer that was cut off is no text."""
+        self._markup, self._tools, self._single, self._at_once, self._only = markup, tools, single, at_once, only
         self._longest_name = max(map(len, tools), default=0) + 2
         self._cursor = Cursor()
         self._pieces: list[Piece] = []
@@ -160,7 +161,7 @@ class CallScanner:
         while (at := cursor.text.find(begin)) < 0 and not cursor.final:
             self._pass_on(_trimmed(cursor.text, len(cursor.text) - overlap(cursor.text, begin)))
             yield
-        if at < 0 and self._after_call and not cursor.text.strip(SPACE):
+        if at < 0 and ((self._only and self._cut) or (self._after_call and not cursor.text.strip(SPACE))):
             cursor.text = ""
         self._pass_on(_trimmed(cursor.text, at) if at >= 0 else len(cursor.text))
 

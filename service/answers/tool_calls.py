@@ -140,7 +140,10 @@ class CallSplit:
         self._scanner = self._made()
 
     def _made(self) -> CallScanner:
-        return CallScanner(self._markup, self._tools, single=not self._use.parallel, at_once=self._or_format)
+        return CallScanner(
+            self._markup, self._tools, single=not self._use.parallel, at_once=self._or_format,
+            only=self._use.choice == "required",
+        )  # fmt: skip
 
     @property
     def done(self) -> bool:

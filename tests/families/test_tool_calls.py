@@ -119,6 +119,12 @@ def test_a_call_that_is_cut_off_leaves_no_markup(markup: ToolMarkup) -> None:
             pieces = [piece for part in parts for piece in scanner.feed(part)]
             text, calls = joined(pieces + scanner.finish(cut=True))
             assert text == "so" and [name for name, _ in calls] in ([], ["weather"])
+    for begun in (f"\n{markup.begin}"[:end] for end in range(1, len(markup.begin) + 1)):
+        for only, rest in ((True, ""), (False, begun)):
+            scanner = CallScanner(markup, TOOLS, only=only)
+            assert joined(scanner.feed(begun) + scanner.finish(cut=True)) == (rest, [])
+            scanner = CallScanner(markup, TOOLS, only=only)
+            assert joined(scanner.feed(begun) + scanner.finish()) == (begun, []), "the model has ended there"
     malformed = {
         "xml": " is how it begins", "object": '{"name": "a\\q', "list": '[{"name": "a\\q', "python": '[weather("',
         "lines": 'weather("',

@@ -160,6 +160,9 @@ def test_what_is_cut_off_or_broken_does_not_wait_for_results(assets: ModelAssets
             assert calls_of(events) == calls
     events, _ = answered(assets, "<tool_call><function=weather><parameter=city>Kö<|im_end|>", **using())
     assert calls_of(events) == [("weather", '{"city": "Kö')] and reason(events) == "stop"
+    for choice, text in (("required", ""), ("auto", "\n<tool_ca")):
+        events, _ = answered(assets, "\n<tool_ca", **using(choice=choice))
+        assert split(events) == ("", text) and reason(events) == "length"
     events, _ = answered(assets, f"{WRITTEN[XML]}<tool_call><function=now>!<|im_end|>", **using())
     assert len(calls_of(events)) == 3 and split(events) == ("", "!") and reason(events) == "stop"
 
