@@ -53,9 +53,15 @@ def local_folder(model: str, kind: Kind = "model") -> Path | None:
         if (path / "config.json").is_file():
             raise CheckpointError("'demo' is the embedded model and a model's folder here: use './demo' for the folder")
         return DEMO
-    if path.is_dir():
-        return path
-    if path.exists():
+    try:
+        if path.is_dir():
+            with contextlib.suppress(FileNotFoundError):
+                (path / CONFIGS[kind]).stat()  # raises if files of the folder cannot be reached
+            return path
+        exists = path.exists()
+    except PermissionError as error:
+        raise CheckpointError(f"{model!r} cannot be read: {error.strerror}") from None
+    if exists:
         what = "a model" if kind == "model" else "an adapter"
         raise CheckpointError(f"{model!r} is a file; {what} is a folder with {CONFIGS[kind]} and its weights")
     if _HUB_ID.fullmatch(model) and len(model) <= 96 and ".." not in model and "--" not in model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -15,6 +16,7 @@ from collections import namedtuple
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -421,6 +423,24 @@ def test_a_local_folder_always_wins(
     with pytest.raises(CheckpointError, match=r"the embedded model and a model's folder here: use './demo'"):
         fetched(EngineOptions())
     assert not hub.requests
+
+
+@pytest.mark.parametrize("beginning", ["model", "model/"], ids=["itself", "its files"])
+def test_a_folder_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beginning: str) -> None:
+    """What a user sees who lacks the permission. The superuser, as whom tests may run, has it always."""
+    (tmp_path / "model").mkdir()
+    stat = os.stat
+
+    def denied(path: Any, *more: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{tmp_path}/{beginning}"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *more, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", denied)
+        for options in ({"model": f"{tmp_path}/model"}, {"model": "demo", "adapter": f"{tmp_path}/model"}):
+            with pytest.raises(CheckpointError, match="/model' cannot be read: Permission denied"):
+                open_checkpoint(**options)
 
 
 def test_the_commands_and_the_local_client_download(
