@@ -746,6 +746,10 @@ def test_a_deadline_and_a_vanished_client_end_the_work(
     )
     next(iter(stream))
     stream.close()
+    endless: Any = {"max_tokens": 500, "extra_body": {"ignore_eos": True}}
+    several = client.completions.create(model="", prompt=["a"] * 20, stream=True, **endless)
+    next(iter(several))
+    several.close()
     http.idle()
     assert server.drained()["decoder"]["used_slots"] == 0
 
