@@ -45,6 +45,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "hybrid beside transformers": results.hybrid_transformers,
     "qwen3_5 beside vllm": results.qwen_vllm,
     "qwen3_5 beside llama.cpp": results.qwen_llamacpp,
+    "lfm2_vl beside vllm": results.lfm_vllm,
     "kernels on a gpu": gpu.kernels,
     "products on a gpu": gpu.products,
 }

@@ -224,6 +224,11 @@ def qwen_llamacpp() -> str:
     return comparison_table("compare-qwen3_5-llamacpp*", "llama.cpp")
 
 
+def lfm_vllm() -> str:
+    """A random checkpoint with the shape of LFM2-VL 450M, compared with vLLM."""
+    return titled_tables({"lfm2_vl-vllm-amx": ("vLLM", "Intel Xeon with AMX")})
+
+
 def http_load() -> str:
     """`vllm bench serve` against the HTTP servers: a row for each kind of request, rate and server."""
     found = result("http-load")
