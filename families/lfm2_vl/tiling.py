@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 from encoder.item import Grid
 from encoder.media_limits import RGB
-
-MOST_TILES = 100
-"""Largest `max_tiles` that is served; all grids of so many tiles are compared."""
-LARGEST_TILE = 2**14
-"""Largest `tile_size` that is served."""
+from families.tiles import LARGEST_TILE, MOST_TILES, best_tiles
 
 
 @dataclass(frozen=True)
@@ -104,32 +99,6 @@ class Tiling:
             return self.max_image_tokens
         tiles = self.max_tiles * self.tile_tokens(factor)
         return tiles + self.max_image_tokens if self.use_thumbnail else max(tiles, self.max_image_tokens)
-
-
-def best_tiles(height: int, width: int, least: int, most: int, tile_size: int) -> Grid:
-    """Rows and columns of tiles whose aspect ratio is nearest to the image's; of several, the last one of `_grids` of
-    which the image has more than half of the pixels."""
-    aspect, area = width / height, width * height
-    best, error = (1, 1), math.inf
-    for columns, rows in _grids(least, most):
-        found = abs(aspect - columns / rows)
-        if found < error or (found == error and area > 0.5 * tile_size * tile_size * columns * rows):
-            best, error = (rows, columns), found
-    return best
-
-
-@lru_cache(maxsize=16)
-def _grids(least: int, most: int) -> list[tuple[int, int]]:
-    """All (columns, rows) of `least` to `most` tiles, by their number. The order of those with the same number is that
-    of a set that is filled in the order of the released processor's loops, and decides between equal errors."""
-    found = [
-        (columns, rows)
-        for count in range(least, most + 1)
-        for columns in range(1, count + 1)
-        for rows in range(1, count + 1)
-        if least <= columns * rows <= most
-    ]
-    return sorted(set(found), key=lambda grid: grid[0] * grid[1])
 
 
 def _nearest(length: int, divisor: int) -> int:

@@ -13,8 +13,9 @@ from encoder.media_limits import RGB
 from families.family import ModelFiles
 from families.fields import MOST_LAYERS, check_processor, count, flag, number, only, per_channel, section
 from families.files import CheckpointError, checkpoint_errors, first
-from families.lfm2_vl.tiling import LARGEST_TILE, MOST_TILES, Tiling
+from families.lfm2_vl.tiling import Tiling
 from families.siglip import SiglipSizes, layer_shapes, linear_shapes, norm_shapes
+from families.tiles import LARGEST_TILE, MOST_TILES
 from kernels.activation_names import COMPILED
 
 JOINED_EPS = 1e-5
