@@ -190,22 +190,31 @@ def _placeholder(item: PreparedItem, assets: ModelAssets) -> int:
 
 
 def _in_order(
-    of_clips: Sequence[bool], media: Sequence[PreparedItem], *, one_each: bool = True
+    of_clips: Sequence[bool], media: Sequence[PreparedItem], runs: Sequence[int] | None = None
 ) -> Sequence[PreparedItem]:
     """The media in the order of their placeholders, for families in which clips have one of their own: media are listed
-    with images before clips. `of_clips`: for each placeholder of a prompt, whether it is one of a clip. `one_each`: an
-    item has one placeholder, and not one for each of its runs. If placeholders and media do not match, the media are
-    returned as they are."""
-    clips, images = ([item for item in media if bool(item.labels) is kind] for kind in (True, False))
+    with images before clips. `of_clips`: for each placeholder of a prompt, whether it is one of a clip. `runs`: number
+    of placeholders of each item; None: one each. If placeholders and media do not match, the media are returned as they
+    are."""
+    counted = list(zip(media, runs or [1] * len(media), strict=True))
+    clips, images = ([pair for pair in counted if bool(pair[0].labels) is kind] for kind in (True, False))
     found: list[PreparedItem] = []
     place = 0
     while place < len(of_clips):
         waiting = clips if of_clips[place] else images
         if not waiting:
             return media
-        found.append(waiting.pop(0))
-        place += 1 if one_each else found[-1].runs
+        item, taken = waiting.pop(0)
+        found.append(item)
+        place += taken
     return media if clips or images else found
+
+
+def _runs(media: Sequence[PreparedItem], assets: ModelAssets) -> list[int]:
+    """Number of placeholders of each item: one for each attention sequence, but one for an image whose slices have no
+    text between them."""
+    apart = assets.vision is not None and isinstance(assets.vision.image_rule, SlicingRule)
+    return [item.runs if item.labels or apart else 1 for item in media]
 
 
 def _words(media: Sequence[PreparedItem], assets: ModelAssets) -> list[Marked | None]:
@@ -307,7 +316,7 @@ def widen(
     """Repeats each image token id as often as its image has tokens. `continued`: number of output tokens that the
     request continues. Raises InvalidArgument."""
     ids, places = list(ids), _places(ids, assets)
-    runs = [item.runs for item in media]
+    runs = _runs(media, assets)
     one_each = len(places) == len(media) != sum(runs)  # token ids with one placeholder for each clip
     if one_each:
         runs = [1] * len(media)
@@ -316,8 +325,8 @@ def widen(
             f"the prompt has {len(places)} image tokens (id {assets.image_token_id}) for {_needed(media, runs)}",
             field="input",
         )
-    media = _in_order([ids[place] == assets.video_token_id for place in places], media, one_each=one_each)
-    runs = [1 if one_each else item.runs for item in media]
+    media = _in_order([ids[place] == assets.video_token_id for place in places], media, runs)
+    runs = [1] * len(media) if one_each else _runs(media, assets)
     widened: list[int] = []
     images: list[PreparedItem] = []
     previous, taken = 0, 0
