@@ -55,6 +55,23 @@ def read_config(files: ModelFiles) -> FamilyConfig:
 
 def vision_config(files: ModelFiles, text: DecoderConfig) -> RadioVision:
     """Reads the vision part of `config.json` and the processors' settings. Raises CheckpointError."""
+    config, vision = files.config, section(files.config, "vision_config")
+    fields = radio_fields(files, text)
+    with checkpoint_errors("vision_config"):
+        found = RadioVision(
+            **fields,
+            video_temporal_patch_size=count(
+                vision, "video_temporal_patch_size", count(config, "video_temporal_patch_size", 2)
+            ),
+            video_pruning_rate=pruning_rate(config),
+            **_sizes(files, vision, section(vision, "args")),
+        )
+        _check_processors(files, found)
+        return found
+
+
+def radio_fields(files: ModelFiles, text: DecoderConfig) -> dict[str, Any]:
+    """Reads the fields of the tower, of the projector and of the normalisation of pixels. Raises CheckpointError."""
     config, images = files.config, files.preprocessor
     vision = section(config, "vision_config")
     args = section(vision, "args")
@@ -74,44 +91,42 @@ def vision_config(files: ModelFiles, text: DecoderConfig) -> RadioVision:
         raise CheckpointError(f"downsample_ratio {downsample} must be the reciprocal of a whole number, such as 0.5")
     inner = int(hidden * number(vision, "mlp_ratio", 4.0))
     swiglu = flag(vision, "use_swiglu_ffn")
-    pruned = first(config, "video_pruning_rate", default=0) != 0
     mean = first(images, "image_mean", "norm_mean", default=first(config, "norm_mean")) or CLIP_MEAN
     std = first(images, "image_std", "norm_std", default=first(config, "norm_std")) or CLIP_STD
     with checkpoint_errors("vision_config"):
-        found = RadioVision(
-            hidden_size=hidden,
-            num_layers=count(vision, "num_hidden_layers", layers, most=MOST_LAYERS),
-            num_heads=count(vision, "num_attention_heads", heads),
-            intermediate_size=RadioVision.swiglu_size(inner) if swiglu else inner,
-            hidden_act=str(first(vision, "hidden_act", default="gelu")),
-            use_swiglu_ffn=swiglu,
-            qkv_bias=flag(vision, "qkv_bias", True),
-            layer_norm_eps=number(vision, "layer_norm_eps", 1e-6),
-            layerscale_value=number(vision, "layerscale_value", 1.0),
-            patch_size=count(vision, "patch_size", count(config, "patch_size", 16)),
-            max_img_size=count(vision, "max_img_size", count(args, "cpe_max_size", 2048)),
-            num_cls_tokens=cls_tokens,
-            num_registers=registers,
-            video_temporal_patch_size=count(
-                vision, "video_temporal_patch_size", count(config, "video_temporal_patch_size", 2)
-            ),
-            video_pruning_rate=number(config, "video_pruning_rate", 1.0) if pruned else 0.0,
-            **_sizes(files, vision, args),
-            image_mean=per_channel(mean, "image_mean or norm_mean"),
-            image_std=per_channel(std, "image_std or norm_std"),
-            merge_size=round(1 / downsample),
-            projector_hidden_size=count(config, "projector_hidden_size", 4096),
-            text_hidden_size=text.hidden_size,
-            final_layernorm=bool(text.mtp),
-        )
-        _check_processors(files, found, downsample)
-        return found
+        return {
+            "hidden_size": hidden,
+            "num_layers": count(vision, "num_hidden_layers", layers, most=MOST_LAYERS),
+            "num_heads": count(vision, "num_attention_heads", heads),
+            "intermediate_size": RadioVision.swiglu_size(inner) if swiglu else inner,
+            "hidden_act": str(first(vision, "hidden_act", default="gelu")),
+            "use_swiglu_ffn": swiglu,
+            "qkv_bias": flag(vision, "qkv_bias", True),
+            "layer_norm_eps": number(vision, "layer_norm_eps", 1e-6),
+            "layerscale_value": number(vision, "layerscale_value", 1.0),
+            "patch_size": count(vision, "patch_size", count(config, "patch_size", 16)),
+            "max_img_size": count(vision, "max_img_size", count(args, "cpe_max_size", 2048)),
+            "num_cls_tokens": cls_tokens,
+            "num_registers": registers,
+            "image_mean": per_channel(mean, "image_mean or norm_mean"),
+            "image_std": per_channel(std, "image_std or norm_std"),
+            "merge_size": round(1 / downsample),
+            "projector_hidden_size": count(config, "projector_hidden_size", 4096),
+            "text_hidden_size": text.hidden_size,
+            "final_layernorm": bool(text.mtp),
+        }
 
 
-def _check_processors(files: ModelFiles, config: RadioVision, downsample: float) -> None:
+def pruning_rate(config: Mapping[str, Any]) -> float:
+    """The share of a video's rows that is dropped after the tower. Raises CheckpointError."""
+    pruned = first(config, "video_pruning_rate", default=0) != 0
+    return number(config, "video_pruning_rate", 1.0) if pruned else 0.0
+
+
+def _check_processors(files: ModelFiles, config: RadioVision) -> None:
     """Raises CheckpointError if another setting in the processors' files differs from what this code does. ValueError
     if it has a value of a wrong type."""
-    both = {"patch_size": config.patch_size, "downsample_ratio": downsample}
+    both = {"patch_size": config.patch_size, "downsample_ratio": 1 / config.merge_size}
     scaling = {"resample": BICUBIC, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
     check_processor(files.preprocessor, both | scaling, _IMAGE_FILE)
     videos = files.video_preprocessor

@@ -80,10 +80,14 @@ def interpolate_positions(table_1DSS: Tensor, grid: Grid, dtype: torch.dtype) ->
 
 def _vit(spec: VisionConfig, stored: TowerWeights) -> ViT:
     prefix_KD = stored.take(_EMBEDDINGS + "cls_register_token")
+    kinds, shared = spec.kinds(stored.names), spec.video_temporal_patch_size == 1
+    projections = {IMAGE: stored.linear(PROJECTIONS[IMAGE])}
+    if VIDEO in kinds:
+        projections[VIDEO] = projections[IMAGE] if shared else stored.linear(PROJECTIONS[VIDEO])
     return ViT(
         sizes=spec,
         dtype=stored.dtype,
-        projections={kind: stored.linear(PROJECTIONS[kind]) for kind in spec.kinds(stored.names)},
+        projections=projections,
         table_KD=torch.cat([prefix_KD, prefix_KD.new_zeros(1, spec.hidden_size)]),
         blocks=[_block(spec, stored, f"vision_model.encoder.layer.{index}.") for index in range(spec.num_layers)],
         final_norm=_final_norm(spec, stored),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from decoder.positions import Positions
 from encoder.item import Grid
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from kernels.linear import AnyWeight
 
 
-class RadioVision(VisionConfig):
-    """Implements `families.family.VisionSpec`."""
+class RadioSpec(VisionConfig):
+    """The part of `families.family.VisionSpec` that all models with this tower share."""
 
     def build(
         self, weights: Iterable[tuple[str, AnyWeight]], *, dtype: torch.dtype, device: torch.device,
@@ -30,6 +30,18 @@ class RadioVision(VisionConfig):
 
         return RadioTower(self, weights, dtype=dtype, device=device, native=native, max_rows=max_rows)
 
+    def limited(self, *, max_model_len: int, video_pruning_rate: float | None = None) -> Self:
+        length = min(self.max_model_len, max_model_len)
+        rate = self.video_pruning_rate if video_pruning_rate is None else video_pruning_rate
+        return replace(self, max_model_len=length, video_pruning_rate=rate)
+
+    def positions(self, ids: Sequence[int], blocks: Sequence[tuple[int, Grid]]) -> Positions | None:
+        return None
+
+
+class RadioVision(RadioSpec):
+    """Implements `families.family.VisionSpec`."""
+
     @property
     def image_rule(self) -> OmniImageRule:
         return OmniImageRule(self)
@@ -38,21 +50,14 @@ class RadioVision(VisionConfig):
     def video_rule(self) -> OmniVideoRule | None:
         return None if self.video_temporal_patch_size is None else OmniVideoRule(self)
 
-    def limited(self, *, max_model_len: int, video_pruning_rate: float | None = None) -> RadioVision:
-        length = min(self.max_model_len, max_model_len)
-        rate = self.video_pruning_rate if video_pruning_rate is None else video_pruning_rate
-        return replace(self, max_model_len=length, video_pruning_rate=rate)
-
-    def positions(self, ids: Sequence[int], blocks: Sequence[tuple[int, Grid]]) -> Positions | None:
-        return None
-
     def describe_preprocessing(self) -> str:
         return (
             f"patch {self.patch_size}, merge {self.merge_size}, {self.min_num_patches} to {self.max_num_patches} "
-            f"patches, mean {_numbers(self.image_mean)}, deviation {_numbers(self.image_std)}, "
+            f"patches, mean {numbers(self.image_mean)}, deviation {numbers(self.image_std)}, "
             f"{self.video_temporal_patch_size or 'no'} frames a patch"
         )
 
 
-def _numbers(values: tuple[float, ...]) -> str:
+def numbers(values: tuple[float, ...]) -> str:
+    """The numbers, with spaces between them."""
     return " ".join(f"{value:g}" for value in values)

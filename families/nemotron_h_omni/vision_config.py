@@ -42,7 +42,7 @@ class VisionConfig(DerivedSizes):
     num_cls_tokens: int = 3
     num_registers: int = 7
     video_temporal_patch_size: int | None = None
-    """Frames in one video patch, or None for a tower without a video projection."""
+    """Frames in one video patch: 1 if frames pass the projection of images; None for a tower without videos."""
     min_num_patches: int = 1024
     max_num_patches: int = 13312
     """Largest patch grid of one image, in patches; 0: only the context length limits it."""
@@ -84,8 +84,8 @@ class VisionConfig(DerivedSizes):
         if self.max_img_size < self.patch_size:
             raise ValueError(f"vision max_img_size {self.max_img_size} is below patch_size {self.patch_size}")
         check_activation(self.hidden_act)
-        if self.video_temporal_patch_size is not None and self.video_temporal_patch_size < 2:
-            raise ValueError(f"video_temporal_patch_size must be at least 2, got {self.video_temporal_patch_size}")
+        if self.video_temporal_patch_size is not None and self.video_temporal_patch_size < 1:
+            raise ValueError(f"video_temporal_patch_size must be at least 1, got {self.video_temporal_patch_size}")
         if not 0 <= self.video_pruning_rate < 1:
             raise ValueError(f"video_pruning_rate must be at least 0 and below 1, got {self.video_pruning_rate}")
         if len(self.image_mean) != RGB or len(self.image_std) != RGB:
@@ -150,8 +150,8 @@ class VisionConfig(DerivedSizes):
             embeddings + "position_embedding": (1, self.table_side**2, hidden),
             embeddings + "cls_register_token": (self.num_prefix_tokens, hidden),
         }
-        if self.video_temporal_patch_size is not None:
-            width = self.video_temporal_patch_size * self.patch_dim
+        if (self.video_temporal_patch_size or 1) > 1:
+            width = self.patch_widths[VIDEO]
             shapes[embeddings + "video_patch_projection.weight"] = (hidden, width)
         for index in range(self.num_layers):
             layer = f"vision_model.encoder.layer.{index}."
@@ -188,6 +188,7 @@ class VisionConfig(DerivedSizes):
         )
 
     def kinds(self, weights: Collection[str]) -> tuple[str, ...]:
-        """Images, and clips if the weights include the video projection."""
-        video = "vision_model.embeddings.video_patch_projection.weight" in weights
+        """Images, and clips if they pass the projection of images or the weights include one for them."""
+        own = "vision_model.embeddings.video_patch_projection.weight" in weights
+        video = own or self.video_temporal_patch_size == 1
         return (IMAGE, VIDEO) if VIDEO in self.patch_widths and video else (IMAGE,)
