@@ -13,6 +13,7 @@ from families import (
     minicpmv4_6,
     minicpmv4_7,
     nemotron_h,
+    nemotron_h_nano_vl,
     nemotron_h_omni,
     olmo_hybrid,
     qwen3_5,
@@ -23,6 +24,7 @@ from families.files import CheckpointError
 
 FAMILIES: tuple[Family, ...] = (
     nemotron_h_omni.FAMILY,
+    nemotron_h_nano_vl.FAMILY,
     nemotron_h.FAMILY,
     granitemoehybrid.FAMILY,
     bamba.FAMILY,

@@ -159,6 +159,10 @@ NANO_9B = nemotron(
     "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", hidden_size=4480, num_attention_heads=40,
     num_key_value_heads=8, intermediate_size=15680, mamba_num_heads=128, mamba_head_dim=80,
 )  # fmt: skip
+NANO_12B = nemotron(
+    "M-M-M-M*-" * 6 + "M-M-M-M-", hidden_size=5120, num_attention_heads=40, num_key_value_heads=8,
+    intermediate_size=20480, mamba_num_heads=128, mamba_head_dim=80, max_position_embeddings=131072,
+)  # fmt: skip
 NANO_30B = nemotron(
     "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", hidden_size=2688, num_attention_heads=32,
     num_key_value_heads=2, intermediate_size=1856, mamba_num_heads=64, mamba_head_dim=64, n_routed_experts=128,
@@ -178,10 +182,30 @@ def omni() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def nano_vl() -> dict[str, Any]:
+    """Nemotron Nano 12B v2 VL: RADIO-H before that decoder."""
+    return {
+        "model_type": "NemotronH_Nano_VL_V2", "llm_config": NANO_12B, "projector_hidden_size": 20480, "patch_size": 16,
+        "ps_version": "v2", "force_image_size": 512, "vit_hidden_size": 1280, "torch_dtype": "bfloat16",
+        "vision_config": {
+            "args": {
+                "model": "vit_huge_patch16_224", "cls_token_per_teacher": True, "register_multiple": 10,
+                "cpe_max_size": 2048, "teachers": [{"name": name} for name in ("clip", "siglip", "dino_v2")],
+            },
+            "patch_size": 16,
+        },
+    }  # fmt: skip
+
+
 def models() -> dict[str, dict[str, Any]]:
     """By the name used in docs/models.md."""
     qwen = {f"Qwen3.5-{name}": published(name) for name in PUBLISHED}
-    others = {"Nemotron-Nano-9B-v2": NANO_9B, "Nemotron-3-Nano-30B-A3B": NANO_30B, "Bamba-9B": bamba()}
+    others = {
+        "Nemotron-Nano-12B-v2-VL": nano_vl(),
+        "Nemotron-Nano-9B-v2": NANO_9B,
+        "Nemotron-3-Nano-30B-A3B": NANO_30B,
+        "Bamba-9B": bamba(),
+    }
     others |= {"Falcon-H1-0.5B": falcon(), "Olmo-Hybrid-7B": olmo(), "Qwen3-Next-80B-A3B": qwen_next()}
     others["LFM2-350M"], others["LFM2-700M"] = lfm2(1024, 16, 6656), lfm2(1536, 24, 10240)
     others["LFM2-1.2B"], others["LFM2-8B-A1B"] = lfm2(2048, 32, 12288), lfm2_moe()
@@ -194,6 +218,7 @@ def models() -> dict[str, dict[str, Any]]:
 HUB_IDS = {
     **{f"Qwen3.5-{name}": f"Qwen/Qwen3.5-{name}" for name in PUBLISHED},
     "MiniCPM-V-4.6": "openbmb/MiniCPM-V-4.6",
+    "Nemotron-Nano-12B-v2-VL": "nvidia/NVIDIA-Nemotron-Nano-12B-v2-VL-BF16",
     "Nemotron-Nano-9B-v2": "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
     "Nemotron-3-Nano-30B-A3B": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     "Bamba-9B": "ibm-ai-platform/Bamba-9B",

@@ -393,7 +393,7 @@ def test_null_in_the_video_processors_file_is_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "served are nemotron_h_omni, nemotron_h, granitemoehybrid, bamba"),
+        ({"model_type": "llama"}, "served are nemotron_h_omni, NemotronH_Nano_VL_V2, nemotron_h, granite"),
         ({"downsample_ratio": 0.3}, "downsample_ratio"),
         ({"vision_hidden_size": 7}, r"vision_hidden_size \(7\)"),
         ({"text_config": {"layers_block_type": ["mamba", "conv"]}}, "conv"),
