@@ -200,6 +200,7 @@ def make_nano(
     )  # fmt: skip
     model = NemotronH_Omni_Reasoning_V3(config).float().eval()
     randomise(model, seed)
+    model.multi_modal_projector.layer_norm.variance_epsilon = eps = rng.choice([1e-5, 1e-2])
     model.vision_model.summary_idxs = model.vision_model.summary_idxs[:0]  # of class tokens that small towers lack
     model.save_pretrained(path, save_original_format=True)
     tensors = load_file(path / "model.safetensors")
@@ -209,12 +210,14 @@ def make_nano(
     _write(path, {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}, files)
     settings = {
         "image_processor_type": "NemotronNanoVLV2ImageProcessor", "image_size": radio["patch_size"] * 2
-        * rng.choice([1, 2, 3]), "max_num_tiles": rng.choice([1, 2, 5, 12]), "use_thumbnail": rng.random() < 0.8,
+        * rng.choice([1, 2, 3]), "max_num_tiles": rng.choice([1, 2, 5, 12]), "use_thumbnail": rng.random() < 0.6,
         "norm_mean": [0.5, 0.45, 0.4], "norm_std": [0.5, 0.25, 0.3], "patch_size": radio["patch_size"],
         "downsample_ratio": 0.5, "do_rescale": True, "do_normalize": None, "resample": None, "image_mean": None,
         **processor,
     }  # fmt: skip
-    released = _released_config(text, radio, config.projector_hidden_size, settings, ids, pattern)
+    released = _released_config(
+        text | {"rms_norm_eps": eps}, radio, config.projector_hidden_size, settings, ids, pattern
+    )  # fmt: skip
     (path / "config.json").write_text(json.dumps(released | {"torch_dtype": str(dtype).removeprefix("torch.")}))
     (path / "preprocessor_config.json").write_text(json.dumps(settings))
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, ids["<SPECIAL_12>"]]}))
@@ -255,7 +258,7 @@ def _released_config(
         "use_thumbnail": settings["use_thumbnail"], "vit_hidden_size": radio["hidden_size"],
         "llm_config": dense | {
             "model_type": "nemotron_h", "hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern),
-            "time_step_limit": [0.0, float("inf")], "mlp_hidden_act": "relu2", "rms_norm_eps": 1e-5,
+            "time_step_limit": [0.0, float("inf")], "mlp_hidden_act": "relu2",
         },
         "vision_config": sizes | {
             "args": {
