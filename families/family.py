@@ -51,7 +51,8 @@ class ImageRule(Protocol):
 
 @runtime_checkable
 class CutsSlices(Protocol):
-    """Further property of an image or video rule that may cut an image or frame into slices."""
+    """Further properties of an image or video rule that may cut an image or frame into slices. An image of a rule that
+    is no `SlicingRule` has one placeholder in a prompt, whatever the number of its slices."""
 
     @property
     def most_slices(self) -> int:
