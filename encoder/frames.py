@@ -316,7 +316,8 @@ class _AvClip(Clip):
             raise VideoError(f"frame {index}: {error.reason}", too_large=error.too_large) from error
         pixels_HWC: Pixels = frame.to_ndarray(format="rgb24")
         turns = round(getattr(frame, "rotation", 0) / 90) % 4  # counter-clockwise, as numpy.rot90
-        return np.ascontiguousarray(np.rot90(pixels_HWC, turns))
+        # `ascontiguousarray` would return a view with a negative stride where a side has one pixel.
+        return np.rot90(pixels_HWC, turns).copy() if turns else np.ascontiguousarray(pixels_HWC)
 
 
 class _AvFile:

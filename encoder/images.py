@@ -179,7 +179,8 @@ def upright(pixels_HWC: Pixels, orientation: int) -> Pixels:
     if orientation >= 5:
         pixels_HWC = pixels_HWC.transpose(1, 0, 2)
     flips = {2: (1,), 3: (0, 1), 4: (0,), 5: (), 6: (1,), 7: (0, 1), 8: (0,)}[orientation]
-    return np.ascontiguousarray(np.flip(pixels_HWC, flips))
+    # `ascontiguousarray` would return the view with its negative stride where the flipped side has one pixel.
+    return np.flip(pixels_HWC, flips).copy()
 
 
 _quiet_lock = threading.Lock()

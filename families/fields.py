@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
@@ -107,7 +108,8 @@ def per_channel(values: object, name: str) -> tuple[float, float, float]:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+    # A whole number in a JSON file may be too large for a float.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def flag(
@@ -119,6 +121,13 @@ def flag(
     if not isinstance(value, bool):
         raise CheckpointError(f"{file}: {name} must be true or false, not {value!r}")
     return value
+
+
+def head_width(text: Mapping[str, Any], hidden_size: int, heads: int) -> int:
+    """Reads `head_dim`, without which heads share the hidden size. Raises CheckpointError naming the fields."""
+    if text.get("head_dim") is None and hidden_size < heads:
+        raise CheckpointError(f"{CONFIG}: hidden_size {hidden_size} is below num_attention_heads {heads}")
+    return count(text, "head_dim", hidden_size // heads, most=WIDEST_HEAD)
 
 
 def time_steps(text: Mapping[str, Any]) -> tuple[float, float]:
@@ -159,7 +168,9 @@ MAMBA_OR_ATTENTION = {
 
 def layer_kinds(kinds: object, layers: int, field: str, known: Mapping[str, str] = MAMBA_OR_ATTENTION) -> list[str]:
     """What `known` has for the kind of each layer. Raises CheckpointError naming the field for unknown kinds."""
-    if not isinstance(kinds, list) or (unknown := sorted({str(kind) for kind in kinds if kind not in known})):
+    if not isinstance(kinds, list) or (
+        unknown := sorted({str(kind) for kind in kinds if not isinstance(kind, str) or kind not in known})
+    ):
         shown = unknown if isinstance(kinds, list) else kinds
         raise CheckpointError(f"config.json: {field} holds {shown}; known kinds are {sorted(known)}")
     if len(kinds) != layers:
@@ -207,7 +218,7 @@ def attention(
     value heads of files without the field, where null means as many as query heads; None: as null."""
     heads = count(text, "num_attention_heads", 32)
     absent = heads if kv_heads is None or "num_key_value_heads" in text else kv_heads
-    width = count(text, "head_dim", hidden_size // heads)
+    width = head_width(text, hidden_size, heads)
     return Attention(
         hidden_size=hidden_size,
         num_attention_heads=heads,

@@ -38,7 +38,7 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
         gated_norm=("norm_first" if norm_first else "gate_first") if normed else "gate_only",
         scales=multipliers.mamba_scales,
     )
-    width = fields.count(text, "head_dim", hidden // fields.count(text, "num_attention_heads", 32))
+    width = fields.head_width(text, hidden, fields.count(text, "num_attention_heads", 32))
     attention = fields.attention(
         text, hidden, rotated=1.0, kv_heads=KV_HEADS, scale=width**-0.5 * multipliers.score_scale
     )

@@ -142,7 +142,7 @@ def attention(text: Mapping[str, Any], hidden: int, eps: float) -> Attention:
     """Reads the attention fields: whole heads are rotated. Raises CheckpointError."""
     fields.only(fields.rope_parameters(text), "partial_rotary_factor", 1.0)
     heads = fields.count(text, "num_attention_heads", 32)
-    width = fields.count(text, "head_dim", hidden // heads, most=fields.WIDEST_HEAD)
+    width = fields.head_width(text, hidden, heads)
     absent = heads if "num_key_value_heads" in text else KV_HEADS
     return Attention(
         hidden_size=hidden,

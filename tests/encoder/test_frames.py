@@ -459,10 +459,11 @@ def test_a_frame_that_is_not_coded_shows_the_one_before_again(container: str, re
     assert all(torch.equal(frame, found[index]) for index in repeated for frame in clip.frames([index]))
 
 
+@pytest.mark.parametrize("height", [32, 1])
 @pytest.mark.parametrize("degrees", [90, 270])
-def test_a_turned_film_comes_upright(degrees: int) -> None:
+def test_a_turned_film_comes_upright(degrees: int, height: int) -> None:
     """As phones record it: the matrix in the track's header gives the rotation."""
-    data = bytearray(film("mp4", "mpeg4", frames=2, ramp=200))
+    data = bytearray(film("mp4", "mpeg4", frames=2, height=height, ramp=200))
     one = {0: b"\0\1\0\0", 1: b"\xff\xff\0\0"}
     place = data.index(b"tkhd") + 4 + 40  # version, flags, times, ids, layer, volume
     sign = (0, 1) if degrees == 90 else (1, 0)

@@ -220,6 +220,15 @@ def test_exif_orientation_is_applied(orientation: int, format: str) -> None:
     assert got.shape == ((34, 21, 3) if orientation >= 5 else (21, 34, 3))
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("size", [(1, 1), (1, 5), (5, 1)], ids=str)
+def test_exif_orientation_of_one_row_or_column(orientation: int, size: tuple[int, int]) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(Image.fromarray(gradient(*size)), "PNG", exif=exif.tobytes())
+    assert torch.equal(decode_image(data), white_rgb(ImageOps.exif_transpose(Image.open(io.BytesIO(data)))))
+
+
 def test_broken_exif_does_not_refuse_the_image() -> None:
     data = encoded(RGB, "JPEG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff")
     assert decode_image(data).shape == (21, 34, 3)

@@ -296,6 +296,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         ("bamba", {"mamba_chunk_size": float("inf")}, "mamba_chunk_size must be a whole number of at least 1, not inf"),
         ("granitemoehybrid", {"num_local_experts": float("inf")}, "num_local_experts must be a whole number"),
         ("granitemoehybrid", {"layer_types": ["mamba", "sliding"]}, "sliding"),
+        ("granitemoehybrid", {"layer_types": ["mamba", ["mamba"]]}, r"layer_types holds \[\"\['mamba'\]\"\]"),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 9}, "names 9 layers and num_hidden_layers is"),
         ("granitemoehybrid", {"is_causal": False}, "is_causal is False; this family is served with True"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "'alibi'"),
@@ -340,6 +341,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 8}, "mamba_d_ssm 32 make it 16"),
         ("falcon_h1", {"mamba_d_ssm": 0}, "mamba_d_ssm must be a whole number of at least 1, not 0"),
         ("falcon_h1", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not served"),
+        ("falcon_h1", {"rms_norm_eps": 10**400}, "rms_norm_eps must be a number above 0, not 1000"),
+        (
+            "falcon_h1",
+            {"head_dim": None, "num_attention_heads": 10**6, "num_key_value_heads": 1},
+            r"hidden_size \d+ is below num_attention_heads 1000000",
+        ),
         ("falcon_h1", {"mamba_rms_norm": "no"}, "mamba_rms_norm must be true or false, not 'no'"),
     ],
 )
