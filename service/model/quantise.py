@@ -34,7 +34,7 @@ from service.model.weight_sources import EMBEDDINGS, HEAD
 
 SHARD_BYTES = 2 * 2**30
 _LINEAR = re.compile(
-    r"(in_proj(_qkv|_z)?|out_proj|[qkvo]_proj|gate_proj|up_proj|down_proj|fc[12]_latent_proj|^lm_head)(\.weight)?$"
+    r"(in_proj(_qkv|_[qkvz])?|out_proj|[qkvog]_proj|gate_proj|up_proj|down_proj|fc[12]_latent_proj|^lm_head)(\.weight)?$"
 )
 
 
