@@ -11,6 +11,7 @@
 #include "few_amx.h"
 #include "few_lanes.h"
 #include "numbers.h"
+#include "scratch.h"
 #include "window.h"
 
 namespace {

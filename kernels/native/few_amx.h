@@ -8,6 +8,8 @@
 #include <cstdint>
 
 #include "flash_amx.h"
+#include "scratch.h"
+#include "transpose.h"
 #include "window.h"
 
 #if AMX_TILES

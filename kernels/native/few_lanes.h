@@ -8,7 +8,9 @@
 
 #include "flash.h"
 #include "numbers.h"
+#include "scratch.h"
 #include "tiles.h"
+#include "transpose.h"
 #include "window.h"
 
 namespace {

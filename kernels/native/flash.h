@@ -9,11 +9,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "cells.h"
 #include "numbers.h"
+#include "scratch.h"
+#include "transpose.h"
 
 namespace {
 
@@ -40,41 +41,6 @@ void fetch(const T* row, int64_t width) {
 }
 
 // -- packing ----------------------------------------------------------------------------------------------------------
-
-// Cells 4 k + j of four rows of 16 cells are quarter k of columns[j].
-inline void columns_of(const Words row[4], Words (&columns)[4]) {
-    const Words a = low_words(row[0], row[1]), b = high_words(row[0], row[1]);
-    const Words c = low_words(row[2], row[3]), d = high_words(row[2], row[3]);
-    columns[0] = low_pairs(a, c), columns[1] = high_pairs(a, c), columns[2] = low_pairs(b, d),
-    columns[3] = high_pairs(b, d);
-}
-
-// Cell i of row r goes to out[i * ld + r], for four rows of 16 cells.
-inline void transpose4(const Words row[4], uint32_t* out, int64_t ld) {
-    Words quads[4];
-    columns_of(row, quads);
-    for (int j = 0; j < 4; j++) {
-        store_quarter<0>(out + j * ld, quads[j]);
-        store_quarter<1>(out + (4 + j) * ld, quads[j]);
-        store_quarter<2>(out + (8 + j) * ld, quads[j]);
-        store_quarter<3>(out + (12 + j) * ld, quads[j]);
-    }
-}
-
-// The same for sixteen rows.
-template <typename Row>
-inline ALWAYS void transpose16(Row&& row, uint32_t* out, int64_t ld) {
-    Words columns[4][4];  // of each four rows
-    for (int four = 0; four < 4; four++) {
-        const Words rows[4] = {row(4 * four), row(4 * four + 1), row(4 * four + 2), row(4 * four + 3)};
-        columns_of(rows, columns[four]);
-    }
-    for (int j = 0; j < 4; j++) {
-        Words found[4] = {columns[0][j], columns[1][j], columns[2][j], columns[3][j]};
-        transpose_quarters(found);
-        for (int k = 0; k < 4; k++) store_words(out + (4 * k + j) * ld, found[k]);
-    }
-}
 
 // `count` rows of at most `places` -> out[cell][places], zero for missing rows.
 template <typename Cells, typename Row>
@@ -356,26 +322,6 @@ void pack_keys(const HeadShape& head, const Source& source, int64_t first, const
             }
     }
 }
-
-// Parts of a thread's scratch memory, each aligned to 64 bytes.
-class Scratch {
-  public:
-    Scratch(std::vector<float>& memory, int64_t floats) {
-        if (memory.size() < size_t(floats + 16)) memory.resize(floats + 16);
-        at_ = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
-    }
-    template <typename T>
-    static int64_t floats(int64_t count) {
-        return (count * int64_t(sizeof(T)) + 63) / 64 * 16;
-    }
-    template <typename T>
-    T* take(int64_t count) {
-        return reinterpret_cast<T*>(std::exchange(at_, at_ + floats<T>(count) * sizeof(float)));
-    }
-
-  private:
-    char* at_;
-};
 
 // Attention of `count` queries, in `memory`. The source has the queries, keys and values:
 //   query(Cells, i, cell): 16 cells of query i, from `cell` on; fetch_query(i): prefetches it;

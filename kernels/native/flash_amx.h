@@ -15,7 +15,9 @@
 #include "cells.h"
 #include "flash.h"
 #include "numbers.h"
+#include "scratch.h"
 #include "tiles_amx.h"
+#include "transpose.h"
 
 namespace {
 

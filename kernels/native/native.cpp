@@ -25,6 +25,7 @@
 #include "products_amx.h"
 #include "recurrent_rows.h"
 #include "sample.h"
+#include "scratch.h"
 #include "short_conv.h"
 #include "state_forms.h"
 #include "structs.h"
@@ -108,10 +109,10 @@ auto with_types(const Model& m, F&& work) {
 // Calls work(group) with group number `group` of a recurrent mixer.
 template <typename T, typename S, typename F>
 void with_group_of(const Model& m, const Op& op, int64_t group, std::vector<float>& scratch, F&& work) {
-    const size_t needed = op.code == MAMBA ? HeadGroup<T, S>::scratch(m) : DeltaGroup<T, S>::scratch(*op.delta);
-    if (scratch.size() < needed) scratch.resize(needed);
-    if (op.code == MAMBA) work(HeadGroup<T, S>(m, op, group, scratch.data()));
-    else work(DeltaGroup<T, S>(m, op, group, scratch.data()));
+    const int64_t needed = op.code == MAMBA ? HeadGroup<T, S>::scratch(m) : DeltaGroup<T, S>::scratch(*op.delta);
+    float* const floats = grown(scratch, needed);
+    if (op.code == MAMBA) work(HeadGroup<T, S>(m, op, group, floats));
+    else work(DeltaGroup<T, S>(m, op, group, floats));
 }
 
 template <typename F>
@@ -160,8 +161,7 @@ class StepJob : public Job {
         const Op& op = m_.ops[first_ + phase];
         const Step& step = step_of(phase);
         const int64_t route_floats = op.code == ROUTE ? 3 * op.experts->count : 0;
-        const size_t needed = std::max(m_.ld, route_floats);
-        if (scratch.size() < needed) scratch.resize(needed);
+        float* const floats = grown(scratch, std::max(m_.ld, route_floats));
         switch (op.code) {
             case LINEAR: run_linear(phase, unit); break;
             case MAMBA:
@@ -175,17 +175,15 @@ class StepJob : public Job {
                 else attention<float>(m_, op, step, unit, first_read, scratch);
                 break;
             }
-            case ROUTE: route(m_, op, unit, scratch.data()); break;
+            case ROUTE: route(m_, op, unit, floats); break;
             case GROUP_PICKS: group_picks(m_, op, step.tokens); break;
             case GATHER: gather(m_, op, unit); break;
             case EXPERTS: run_expert(m_, op, step, unit); break;
             case PICKED_ACTIVATE:
-                activate_row(
-                    m_.picked_wide + unit * m_.ld, op.width, Activation(op.activation), op.gated, scratch.data()
-                );
-                make_operand(scratch.data(), op.width, op.kind, m_.picked, m_.operand_ld, m_.picked_scale, unit);
+                activate_row(m_.picked_wide + unit * m_.ld, op.width, Activation(op.activation), op.gated, floats);
+                make_operand(floats, op.width, op.kind, m_.picked, m_.operand_ld, m_.picked_scale, unit);
                 break;
-            case COMBINE: combine(m_, op, unit, scratch.data()); break;
+            case COMBINE: combine(m_, op, unit, floats); break;
             case EMBED: embed(op, unit); break;
             case LARGEST: step.largest[unit] = first_largest(step.logits + unit * m_.vocab, m_.vocab); break;
             case KEEP: keep(op); break;
@@ -193,9 +191,9 @@ class StepJob : public Job {
                 for (int64_t row = ROWS_PER_UNIT * unit; row < std::min(step.tokens, ROWS_PER_UNIT * (unit + 1));
                      row++) {
                     if (kept_.skips(first_ + phase, row)) continue;
-                    if (op.code == HEADS) prepare_heads(m_, *op.attention, step, row, scratch.data());
-                    else if (op.code == ADD_NORM) add_norm(m_, op, row, scratch.data());
-                    else make_row(m_, op, row, scratch.data());
+                    if (op.code == HEADS) prepare_heads(m_, *op.attention, step, row, floats);
+                    else if (op.code == ADD_NORM) add_norm(m_, op, row, floats);
+                    else make_row(m_, op, row, floats);
                 }
         }
     }
@@ -346,10 +344,10 @@ class LinearJob : public Job {
         const Weight& w = *product_.weight;
         const float* from = static_cast<const float*>(x_) + unit * ldx_;
         if (is_bf16_) {
-            if (scratch.size() < size_t(w.k)) scratch.resize(w.k);
             const uint16_t* bits = static_cast<const uint16_t*>(x_) + unit * ldx_;
-            for (int64_t i = 0; i < w.k; i++) scratch[i] = bf16_to_float(bits[i]);
-            from = scratch.data();
+            float* const widened = grown(scratch, w.k);
+            for (int64_t i = 0; i < w.k; i++) widened[i] = bf16_to_float(bits[i]);
+            from = widened;
         }
         make_operand(from, w.k, w.operand, operand_, product_.lda, scales_, unit);
     }

@@ -13,6 +13,7 @@
 #include "operands.h"
 #include "panels.h"
 #include "row_tiles.h"
+#include "scratch.h"
 #include "structs.h"
 #include "threads.h"
 #include "tiles.h"

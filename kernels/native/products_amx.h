@@ -12,6 +12,7 @@
 #include "panels.h"
 #include "scaled.h"
 #include "slices_amx.h"
+#include "scratch.h"
 #include "structs.h"
 #include "tiles_amx.h"
 

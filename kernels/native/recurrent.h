@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "convolution.h"
+#include "scratch.h"
 #include "state_blocks.h"
 #include "state_forms.h"
 #include "state_shape.h"
@@ -25,8 +26,6 @@ struct RowState {
     S* states;
     Pending pending;
 };
-
-inline float* aligned(float* p) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
 
 // The channels and states of a group. Derived classes define how tokens advance them. In a slot, the states of all
 // groups come before the pending tokens of all groups.

@@ -19,6 +19,7 @@
 #include "packed_numbers.h"
 #include "processor.h"
 #include "products.h"
+#include "scratch.h"
 
 namespace {
 

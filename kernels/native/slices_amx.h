@@ -14,6 +14,7 @@
 #include "finish.h"
 #include "panels.h"
 #include "scaled.h"
+#include "scratch.h"
 #include "structs.h"
 #include "tiles_amx.h"
 

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 #include "numbers.h"
 #include "panels.h"
@@ -113,16 +112,6 @@ inline ALWAYS void store_sums(const Floats (&sum)[R][V], float* sums) {
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) store_floats(sums + r * PANEL + v * 16, sum[r][v]);
-}
-
-// A thread's memory for `floats` numbers, aligned to cache lines. Each use has its own: panels and slices of panels in
-// the form in which they are multiplied, and rows in that form or sums.
-enum class Use { PANEL, ROWS_OR_SUMS, SLICE };
-template <Use>
-inline float* thread_memory(int64_t floats) {
-    static thread_local std::vector<float> memory;
-    if (int64_t(memory.size()) < floats + 16) memory.resize(floats + 16);
-    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
 }
 
 // Whether the last call of this thread in this job was for the same panel. If so, the panel is still unpacked in

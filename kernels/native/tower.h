@@ -9,6 +9,7 @@
 
 #include "numbers.h"
 #include "products.h"
+#include "scratch.h"
 #include "structs.h"
 #include "threads.h"
 #include "varlen.h"
@@ -119,15 +120,15 @@ class TowerJob : public Job {
             varlen_unit(attention(), unit, scratch);
             return;
         }
-        if (scratch.size() < size_t(tower_.scratch)) scratch.resize(tower_.scratch);
+        float* const floats = grown(scratch, tower_.scratch);
         for (int64_t row = unit * TOWER_ROWS_PER_UNIT; row < std::min(rows, (unit + 1) * TOWER_ROWS_PER_UNIT); row++) {
             switch (op.code) {
                 case TOWER_EMBED: embed(op, row); break;
-                case TOWER_NORM: norm(op, row, scratch.data()); break;
-                case TOWER_GATE: gate(op, row, scratch.data()); break;
-                case TOWER_TOKEN: token(op, row, scratch.data()); break;
-                case TOWER_ROTATE: rotate(op, row, scratch.data()); break;
-                case TOWER_CONVOLVE: convolve(op, row, scratch.data()); break;
+                case TOWER_NORM: norm(op, row, floats); break;
+                case TOWER_GATE: gate(op, row, floats); break;
+                case TOWER_TOKEN: token(op, row, floats); break;
+                case TOWER_ROTATE: rotate(op, row, floats); break;
+                case TOWER_CONVOLVE: convolve(op, row, floats); break;
             }
         }
     }
