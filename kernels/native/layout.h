@@ -11,6 +11,7 @@
 #include "products.h"
 #include "sample.h"
 #include "scaled.h"
+#include "state_forms.h"
 #include "structs.h"
 #include "tower.h"
 
@@ -180,7 +181,9 @@ void add_numbers(Layout& layout) {
     VALUE_AS(Place, IN_PIXELS, PIXELS); VALUE_AS(Place, IN_NORMED, NORMED); VALUE_AS(Place, IN_WIDE, WIDE);
     VALUE_AS(Place, IN_STREAM, STREAM); VALUE_AS(Place, IN_OUT, OUT);
     VALUE_AS(Store, STORE, FLOAT32); VALUE(Store, ADD); VALUE_AS(Store, STORE_BF16, BFLOAT16);
+    VALUE_AS(Form, Form::BLOCKS, BLOCKS); VALUE_AS(Form, Form::PLAIN, PLAIN); VALUE_AS(Form, Form::WRITTEN, WRITTEN);
     layout.add("PANEL", PANEL), layout.add("GROUP", GROUP), layout.add("SUMMED", SUMMED);
+    layout.add("BLOCK_TOKENS", BLOCK_TOKENS);
 }
 
 // clang-format on

@@ -13,19 +13,16 @@ STRUCTS: tuple[type[Structure], ...] = (
     structs.Step, structs.VarlenAttention, structs.SampleParams, structs.Draw, structs.Drafting, tower.TowerOp,
     tower.Tower, tower.TowerStep,
 )  # fmt: skip
+CONSTANTS = ("PANEL", "GROUP", "SUMMED", "BLOCK_TOKENS")
 ENUMS: Mapping[str, type[IntEnum]] = {
     "Kind": structs.Kind, "Code": structs.Code, "Target": structs.Target, "Activation": structs.Activation,
-    "TowerCode": tower.Code, "Of": tower.Of, "Place": tower.Place, "Store": tower.Store,
+    "Form": structs.Form, "TowerCode": tower.Code, "Of": tower.Of, "Place": tower.Place, "Store": tower.Store,
 }  # fmt: skip
 
 
 def mirrored() -> dict[str, tuple[int, ...]]:
     """Python's side: sizes of structs, (offset, size) of fields, values of enums, constants. Sizes are in bytes."""
-    found: dict[str, tuple[int, ...]] = {
-        "PANEL": (structs.PANEL,),
-        "GROUP": (structs.GROUP,),
-        "SUMMED": (structs.SUMMED,),
-    }
+    found: dict[str, tuple[int, ...]] = {name: (getattr(structs, name),) for name in CONSTANTS}
     for struct in STRUCTS:
         found[struct.__name__] = (sizeof(struct),)
         for name, *_ in struct._fields_:
