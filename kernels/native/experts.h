@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "activations.h"
 #include "numbers.h"
 #include "products.h"
 #include "structs.h"
@@ -79,6 +80,13 @@ void route(const Model& m, const Op& op, int64_t token, float* scratch) {
         shares[i] = (experts.normalise ? shares[i] / sum : shares[i]) * experts.scaling;
 }
 
+// Rows [begin, end) of picks, which are those of one expert.
+struct ExpertRun {
+    int64_t expert, begin, end;
+};
+
+inline ExpertRun* runs_of(const Model& m) { return reinterpret_cast<ExpertRun*>(m.runs + 1); }
+
 // Assigns rows to all picks, expert by expert (m.places), and lists the experts that were picked (m.runs).
 void group_picks(const Model& m, const Op& op, int64_t tokens) {
     const int64_t picks = tokens * op.experts->chosen;
@@ -87,9 +95,9 @@ void group_picks(const Model& m, const Op& op, int64_t tokens) {
     int64_t found = 0, begin = 0;
     for (int64_t e = 0; e < op.experts->count; e++) {
         if (!rows[e]) continue;
-        int64_t* run = m.runs + 1 + 3 * found++;
-        run[0] = e, run[1] = begin, run[2] = begin += rows[e];
-        rows[e] = run[1];
+        const ExpertRun run{e, begin, begin + rows[e]};
+        runs_of(m)[found++] = run;
+        rows[e] = begin, begin = run.end;
     }
     m.runs[0] = found;
     for (int64_t i = 0; i < picks; i++) m.places[i] = rows[m.picks[i]]++;
@@ -103,6 +111,12 @@ void gather(const Model& m, const Op& op, int64_t pick) {
     make_operand(from, op.width, op.kind, m.picked, m.operand_ld, m.picked_scale, m.places[pick]);
 }
 
+// PICKED_ACTIVATE: the operand of a pick's second product.
+inline void activate_pick(const Model& m, const Op& op, int64_t pick, float* scratch) {
+    activate_row(m.picked_wide + pick * m.ld, op.width, Activation(op.activation), op.gated, scratch);
+    make_operand(scratch, op.width, op.kind, m.picked, m.operand_ld, m.picked_scale, pick);
+}
+
 // Upper bound of the number of experts that a step may pick, so that fewer units are counted.
 int64_t most_experts(const Op& op, const Step& step) {
     return std::min(op.experts->count, step.tokens * op.experts->chosen);
@@ -111,13 +125,14 @@ int64_t most_experts(const Op& op, const Step& step) {
 // Unit `unit` of the products of all experts that were picked.
 void run_expert(const Model& m, const Op& op, const Step& step, int64_t unit) {
     const Units units(op.weight, 1, m.threads, most_experts(op, step));
-    const int64_t index = unit / units.count, *run = m.runs + 1 + 3 * index;
+    const int64_t index = unit / units.count;
     if (index >= m.runs[0]) return;
-    const Weight* weight = (op.target == WIDE ? op.experts->up : op.experts->down) + run[0];
+    const ExpertRun& run = runs_of(m)[index];
+    const Weight* weight = (op.target == WIDE ? op.experts->up : op.experts->down) + run.expert;
     const Product product{weight,        m.picked, m.operand_ld, m.picked_scale,
                           m.picked_wide, m.ld,     STORE,        Activation(op.activation),
                           weight->n / 2};
-    run_unit(product, units, unit % units.count, run[2] - run[1], run[1]);
+    run_unit(product, units, unit % units.count, run.end - run.begin, run.begin);
 }
 
 // Sums the outputs of a token's experts, expert after expert.

@@ -167,22 +167,12 @@ class StepJob : public Job {
             case MAMBA:
             case DELTA: mix(first_ + phase, unit, scratch); break;
             case SHORT_CONV: convolve_row(first_ + phase, unit); break;
-            case ATTENTION: {
-                const auto first_read = [&](int64_t begin, int64_t end) {
-                    return kept_.first_read(first_ + phase, begin, end);
-                };
-                if (m_.stored_bf16) attention<uint16_t>(m_, op, step, unit, first_read, scratch);
-                else attention<float>(m_, op, step, unit, first_read, scratch);
-                break;
-            }
+            case ATTENTION: attend(first_ + phase, unit, scratch); break;
             case ROUTE: route(m_, op, unit, floats); break;
             case GROUP_PICKS: group_picks(m_, op, step.tokens); break;
             case GATHER: gather(m_, op, unit); break;
             case EXPERTS: run_expert(m_, op, step, unit); break;
-            case PICKED_ACTIVATE:
-                activate_row(m_.picked_wide + unit * m_.ld, op.width, Activation(op.activation), op.gated, floats);
-                make_operand(floats, op.width, op.kind, m_.picked, m_.operand_ld, m_.picked_scale, unit);
-                break;
+            case PICKED_ACTIVATE: activate_pick(m_, op, unit, floats); break;
             case COMBINE: combine(m_, op, unit, floats); break;
             case EMBED: embed(op, unit); break;
             case LARGEST: step.largest[unit] = first_largest(step.logits + unit * m_.vocab, m_.vocab); break;
@@ -260,6 +250,12 @@ class StepJob : public Job {
         });
     }
 
+    void attend(int64_t index, int64_t unit, std::vector<float>& scratch) const {
+        const auto first_read = [&](int64_t begin, int64_t end) { return kept_.first_read(index, begin, end); };
+        if (m_.stored_bf16) attention<uint16_t>(m_, m_.ops[index], step_, unit, first_read, scratch);
+        else attention<float>(m_, m_.ops[index], step_, unit, first_read, scratch);
+    }
+
     void convolve_row(int64_t index, int64_t unit) const {
         const Op& op = m_.ops[index];
         const int64_t groups = short_conv_groups(op), row = unit / groups;
@@ -273,11 +269,10 @@ class StepJob : public Job {
     const int64_t first_, last_;
 };
 
-// In each recurrent layer, and each short convolution: advances the state of a state slot by the first steps of a ring
-// and stores it in a target slot. jobs: [rows, 4] of (batch slot, state slot, target, steps).
+// Advances states by steps of rings in each recurrent layer and each short convolution.
 class AdvanceJob : public Job {
   public:
-    AdvanceJob(const Model& m, int64_t rows, const int64_t* jobs) : m_(m), rows_(rows), jobs_(jobs) {}
+    AdvanceJob(const Model& m, int64_t rows, const Advance* jobs) : m_(m), rows_(rows), jobs_(jobs) {}
     int64_t phases() const override { return m_.count; }
     int64_t units(int64_t phase) const override {
         const Op& op = m_.ops[phase];
@@ -287,19 +282,17 @@ class AdvanceJob : public Job {
         const Op& op = m_.ops[phase];
         if (op.code == SHORT_CONV) {
             const int64_t groups = short_conv_groups(op);
-            with_short_conv(m_, op, unit % groups, [&](auto group) { group.advance(jobs_ + unit / groups * 4); });
+            with_short_conv(m_, op, unit % groups, [&](auto group) { group.advance(jobs_[unit / groups]); });
             return;
         }
         const int64_t groups = groups_of(m_, op);
-        with_group(m_, op, unit % groups, scratch, [&](auto group) {
-            advance_row(op, jobs_ + unit / groups * 4, group);
-        });
+        with_group(m_, op, unit % groups, scratch, [&](auto group) { advance_row(op, jobs_[unit / groups], group); });
     }
 
   private:
     const Model& m_;
     const int64_t rows_;
-    const int64_t* jobs_;
+    const Advance* jobs_;
 };
 
 // Converts states to the form that compiled code or torch operations compute with.
@@ -426,8 +419,8 @@ const char* saccade_draft(const Model* model, Step* step, const Drafting* drafti
     return nullptr;
 }
 
-// Advances states by steps of rings; `jobs` as in AdvanceJob.
-void saccade_advance(const Model* model, int64_t rows, const int64_t* jobs) {
+// Advances states by steps of rings. jobs: [rows]
+void saccade_advance(const Model* model, int64_t rows, const Advance* jobs) {
     pool().run(AdvanceJob(*model, rows, jobs), model->threads);
 }
 

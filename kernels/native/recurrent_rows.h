@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "convolution.h"
+#include "saves.h"
 #include "state_shape.h"
 #include "structs.h"
 
@@ -56,35 +57,29 @@ void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, 
         before = group.in_slot(step.origins[row]).states;
     }
     if (slot < 0 || !step.initial[row]) before = group.clear(place);
+    const RowSaves saves(step, row);
     for (int64_t begin = step.starts[row]; begin < last;) {
         int64_t end = std::min(last, begin + BLOCK_TOKENS);
         const bool is_read = begin >= first_read;
         if (!is_read) end = std::min(end, first_read);
-        for (int64_t i = 0; i < step.save_count; i++) {
-            const int64_t* save = step.saves + 3 * i;
-            if (save[0] == row && begin < save[1] && save[1] < end) end = save[1];
-        }
+        end = saves.next(begin, end);
         const float* rows = m.wide + begin * m.ld + group.first_channel();
         before = group.advance_by(place, {rows, m.ld, end - begin, is_read, last - end >= end - begin}, before);
         if (is_read) group.write(begin, end - begin);
-        for (int64_t i = 0; i < step.save_count; i++) {
-            const int64_t* save = step.saves + 3 * i;
-            if (save[0] != row || save[1] != end) continue;
+        saves.each_slot(end, [&](int64_t saved) {
             before = group.copy_states(place, before);
-            group.copy(place, group.in_slot(save[2]));
-        }
+            group.copy(place, group.in_slot(saved));
+        });
         begin = end;
     }
     if (slot >= 0) group.copy_states(place, before);
 }
 
-// Stores the state in a slot, advanced by the first steps of a ring, in a target slot.
-// job: [batch slot, slot, target slot, steps].
 template <typename Group>
-void advance_row(const Op& op, const int64_t* job, Group group) {
-    const auto target = group.in_slot(job[2]);
-    if (job[1] >= 0 && job[1] != job[2]) group.copy(group.in_slot(job[1]), target);
-    replay(op, group, target, job[0], job[3]);
+void advance_row(const Op& op, const Advance& job, Group group) {
+    const auto target = group.in_slot(job.target);
+    if (job.slot >= 0 && job.slot != job.target) group.copy(group.in_slot(job.slot), target);
+    replay(op, group, target, job.batch_slot, job.steps);
 }
 
 }  // namespace

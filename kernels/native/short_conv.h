@@ -9,9 +9,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <utility>
 
 #include "numbers.h"
+#include "saves.h"
 #include "structs.h"
 
 namespace {
@@ -68,14 +68,12 @@ class ShortConvGroup {
         else run_to(step, row, first_read, static_cast<float*>(m_.operand), m_.operand_ld);
     }
 
-    // Stores the window in a slot, advanced by the first steps of a ring, in a target slot.
-    // job: [batch slot, slot, target slot, steps].
-    void advance(const int64_t* job) const {
-        const T* from = window(job[1] < 0 ? job[2] : job[1]);
-        T* to = window(job[2]);
+    void advance(const Advance& job) const {
+        const T* from = window(job.slot < 0 ? job.target : job.slot);
+        T* to = window(job.target);
         each_part([&](auto taps, int64_t i) {
             taps.load(from + i);
-            replay(taps, job[0], job[3], i);
+            replay(taps, job.batch_slot, job.steps, i);
             taps.store(to + i);
         });
     }
@@ -134,28 +132,17 @@ class ShortConvGroup {
         const int64_t slot = step.slots[row], last = step.starts[row + 1];
         const bool has_origin = step.origins && step.origins[row] >= 0;
         const T* const from = slot < 0 || !step.initial[row] ? nullptr : window(has_origin ? step.origins[row] : slot);
-        const auto saves = saves_of(step, row);
+        const RowSaves saves(step, row);
         each_part([&](auto taps, int64_t i) {
             taps.load(from ? from + i : nullptr);
             for (int64_t begin = step.starts[row]; begin < last;) {
-                int64_t end = last;
-                for (const int64_t* save = saves.first; save < saves.second; save += 3)
-                    if (save[0] == row && begin < save[1]) end = std::min(end, save[1]);
+                const int64_t end = saves.next(begin, last);
                 take_tokens(taps, i, begin, end, first_read, out + i, ld, [](int64_t, Floats) ALWAYS {});
-                for (const int64_t* save = saves.first; save < saves.second; save += 3)
-                    if (save[0] == row && save[1] == end) taps.store(window(save[2]) + i);
+                saves.each_slot(end, [&](int64_t saved) { taps.store(window(saved) + i); });
                 begin = end;
             }
             if (slot >= 0) taps.store(window(slot) + i);
         });
-    }
-
-    // The part of a step's saves in which those of a row are.
-    static std::pair<const int64_t*, const int64_t*> saves_of(const Step& step, int64_t row) {
-        const int64_t *begin = step.saves, *end = step.saves + 3 * step.save_count;
-        while (begin < end && begin[0] != row) begin += 3;
-        while (begin < end && end[-3] != row) end -= 3;
-        return {begin, end};
     }
 
     // Takes in tokens [begin, end), and stores outputs of those from `first_read` on. visit(token, input) for each.

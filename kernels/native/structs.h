@@ -191,10 +191,19 @@ struct Model {
     // expert by expert.
     int64_t *picks, *places;  // [rows, chosen]: which expert, and which row it got
     float* shares;            // [rows, chosen]: the expert's weight
-    // how many experts were picked; then of each, ascending: expert, first row, row after the last
-    int64_t* runs;
-    void* picked;  // like operand, operand_scale and wide, with a row for each pick
+    int64_t* runs;            // how many experts were picked; then an ExpertRun of each, in ascending order
+    void* picked;             // like operand, operand_scale and wide, with a row for each pick
     float *picked_scale, *picked_wide;
+};
+
+// A row's window and state before this token are also stored in this slot.
+struct Save {
+    int64_t row, token, slot;
+};
+
+// The state in a slot (-1: in `target`), advanced by the first steps of a batch slot's ring, is stored in `target`.
+struct Advance {
+    int64_t batch_slot, slot, target, steps;
 };
 
 // What a model computes in one call: the tokens of one or several sequences. A row is the tokens of one sequence.
@@ -204,9 +213,8 @@ struct Step {
     // Row r is tokens [starts[r], starts[r + 1]). MAMBA, DELTA, SHORT_CONV: its state slot, -1 for padding; and whether
     // its state is that in the slot, or zeros.
     const int64_t *starts, *slots, *initial;
-    int64_t save_count;
-    // [saves, 3]: (row, token, slot): the row's window and state before that token are also stored in that slot
-    const int64_t* saves;
+    int64_t save_count;  // of `saves`
+    const Save* saves;
     // ATTENTION, of each token: number of keys, its own included; the pages of its row; and where its key and value are
     // stored: page * tokens of a page + index, -1 for nowhere. lengths and tables are without the tokens of the last
     // `scans` rows.
