@@ -169,7 +169,7 @@ void tile_int4_bytes(
     Prefetch ahead, float* out
 ) {
     constexpr int V = bytes_beside(R);
-    const int64_t groups = (w.k + w.group - 1) / w.group;
+    const int64_t groups = scale_groups(w);
     const uint8_t* const packed = panel_data(w, panel);
     const auto run = [&](auto zeros) {
         constexpr bool ZEROS = decltype(zeros)::value;
@@ -224,7 +224,7 @@ struct Int4Words {
     ) {
         const Weight& w = *product.weight;
         const int64_t lda = 2 * product.lda, begin = panel * PANEL + first * 16, inputs = w.kpad, group = w.group,
-                      groups = (w.k + group - 1) / group;
+                      groups = scale_groups(w);
         const char* a = static_cast<const char*>(product.a) + row * lda;
         for (int64_t left = count; left; left--, row += R, a += R * lda) {
             fetch_outputs<R, V>(product, row, begin);

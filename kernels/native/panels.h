@@ -48,6 +48,26 @@ inline int64_t panel_bytes(const Weight& w) {
     return w.kpad * PANEL * 2 / (w.kind == BF16 ? 1 : w.kind == INT8 || w.kind == FP8 ? 2 : 4);
 }
 
+// Whether numbers are unpacked to float32 or bfloat16 before they are multiplied.
+inline bool is_unpacked(const Weight& w) {
+    return w.kind == FP8 || w.kind == NVFP4 || w.kind == UINT4 || w.kind == COMPACT_BF16;
+}
+
+// Groups of inputs that share a scale, of a weight that has them.
+inline int64_t scale_groups(const Weight& w) { return (w.k + w.group - 1) / w.group; }
+
+// Groups of inputs whose sums are scaled separately; 1 if the scales are part of the numbers or belong to whole rows,
+// or there are none.
+inline int64_t summed_groups(const Weight& w) {
+    const bool whole = w.kind == BF16 || w.kind == INT8 || w.kind == NVFP4 || w.kind == COMPACT_BF16;
+    return whole ? 1 : scale_groups(w);
+}
+
+// Of an unpacked weight whose sums are not scaled group by group: the scales of its outputs, or null if it has none.
+inline const float* output_scales(const Weight& w) {
+    return w.kind == NVFP4 ? w.outer : w.kind == FP8 || w.kind == UINT4 ? w.scale : nullptr;
+}
+
 // Where a panel is stored. T: a type of one byte.
 template <class T = uint8_t>
 inline const T* panel_data(const Weight& w, int64_t panel) {

@@ -53,7 +53,6 @@ constexpr int64_t LONG_INPUTS = INT64_MAX, LONG_BLOCK = 1, LONG_ROWS = 1, LONG_P
 constexpr int64_t UNIT_ROW_BYTES = 1 << 20;
 
 // In scaled.h.
-int64_t summed_groups(const Weight& w);
 template <int R>
 void tile_scaled(
     const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, void* unpacked,
@@ -80,7 +79,7 @@ void tile(
     if (w.kind == F32)
         tile_f32<R>(static_cast<const float*>(product.a) + row * product.lda, product.lda, w, panel, sums);
     if constexpr (V == 4)
-        if (w.kind >= FP8)  // FP8, NVFP4, UINT4 and COMPACT_BF16 are unpacked
+        if (is_unpacked(w))
             tile_scaled<R>(
                 product.a, row, product.lda, w, panel, inputs, product.unpacked, product.unpacks, ahead, sums
             );
@@ -115,7 +114,7 @@ void tile_of(
 // slices are longer if many tiles share the cost of unpacking beyond the first-level cache, because each tile loads and
 // stores its sums once a slice.
 int64_t slice_length(const Weight& w, int64_t tile_count) {
-    const int64_t step = w.kind >= FP8 && summed_groups(w) > 1 ? std::lcm<int64_t>(w.group, 16) : 16;
+    const int64_t step = is_unpacked(w) && summed_groups(w) > 1 ? std::lcm<int64_t>(w.group, 16) : 16;
     const int64_t longest = BF16_PAIRS ? SLICE_INPUTS
                                        : SLICE_INPUTS * std::min<int64_t>(std::max<int64_t>(tile_count / 8, 1), 4);
     const int64_t slices = (w.kpad + longest - 1) / longest, each = (w.kpad + slices - 1) / slices;
@@ -134,7 +133,7 @@ struct Division {
         const bool floats = !BF16_PAIRS || w.operand == F32;  // whether numbers are unpacked to float32
         tile_count = (rows + height - 1) / height;
         sliced = tile_count > 1 && tile_count <= MOST_SLICED_TILES &&
-                 (w.kind == BF16 || w.kind == COMPACT_BF16 || (w.kind >= FP8 && floats));
+                 (w.kind == BF16 || w.kind == COMPACT_BF16 || (is_unpacked(w) && floats));
         length = sliced ? slice_length(w, tile_count) : w.kpad;
     }
 };
@@ -145,7 +144,7 @@ int64_t unpacked_size(const Weight& w, const Division& division) {
     if (division.tile_count == 1) return 0;
     if (w.operand == SUMMED_BYTES) return division.length * PANEL / 4;
     if (w.kind == COMPACT_BF16 && division.tile_count <= TILES_UNPACKING_EACH) return 0;
-    return w.kind >= FP8 || (division.sliced && !BF16_PAIRS) ? division.length * PANEL : 0;
+    return is_unpacked(w) || (division.sliced && !BF16_PAIRS) ? division.length * PANEL : 0;
 }
 
 // Whether tiles multiply words of whole panels, so that `row_tiles` has them.
@@ -153,7 +152,7 @@ bool are_words(const Weight& w, const Division& division) {
     if (division.tile_count == 1) return false;
     if (w.operand == SUMMED_BYTES) return INT4_TILES;
     return BF16_PAIRS && w.operand == BF16 && !division.sliced &&
-           (w.kind == BF16 || (w.kind >= FP8 && summed_groups(w) == 1));
+           (w.kind == BF16 || (is_unpacked(w) && summed_groups(w) == 1));
 }
 
 // `tiles` below, for such panels. `already_unpacked`: whether product.unpacked holds the panel.

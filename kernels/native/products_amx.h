@@ -53,7 +53,7 @@ void scale_integers(const Product& product, int64_t row, int64_t rows, int64_t p
 
 // Multiplies sums [rows, PANEL] by the scales of their outputs, if the weight has them.
 inline void scale_outputs(const Weight& w, int64_t panel, int64_t rows, float* sums) {
-    const float* const scales = w.kind == NVFP4 ? w.outer : w.kind == FP8 || w.kind == UINT4 ? w.scale : nullptr;
+    const float* const scales = output_scales(w);
     if (!scales) return;
     for (int64_t i = 0; i < rows * PANEL; i += 16)
         store_floats(sums + i, load_floats(sums + i) * load_floats(scales + panel * PANEL + i % PANEL));

@@ -74,7 +74,7 @@ struct PairWords {
         const Product& product, int64_t, int64_t begin, const char*, const Sum (&sum)[V], Floats (&y)[V]
     ) {
         const Weight& w = *product.weight;
-        const float* const scales = w.kind == NVFP4 ? w.outer : w.kind == FP8 || w.kind == UINT4 ? w.scale : nullptr;
+        const float* const scales = output_scales(w);
         unrolled<V>([&](int v) ALWAYS { y[v] = scales ? sum[v] * load_floats(scales + begin + v * 16) : sum[v]; });
     }
 };

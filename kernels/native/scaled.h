@@ -65,18 +65,11 @@ struct PairsOfF32 {
     static Floats add_at(Floats sum, const Element* a, const Column& w) { return add(sum, cell(a), w); }
 };
 
-// Groups of inputs whose sums are scaled separately; 1 if the scales are part of the numbers or belong to whole rows,
-// or there are none.
-int64_t summed_groups(const Weight& w) {
-    const bool whole = w.kind == BF16 || w.kind == INT8 || w.kind == NVFP4 || w.kind == COMPACT_BF16;
-    return whole ? 1 : (w.kpad + w.group - 1) / w.group;
-}
-
 // Stores sums times the scales of their outputs. Loops over sums that are not unrolled would have GCC keep them in
 // memory throughout.
 template <int R, int V>
 inline ALWAYS void store_scaled(const Weight& w, int64_t panel, int64_t first, const Floats (&sum)[R][V], float* out) {
-    const float* scales = (w.kind == NVFP4 ? w.outer : w.scale) + panel * PANEL + first * 16;
+    const float* scales = output_scales(w) + panel * PANEL + first * 16;
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
 #pragma GCC unroll 6
@@ -156,7 +149,7 @@ __attribute__((noinline)) void tile_packed(
     const Numbers numbers;
     const int64_t step = Numbers::SPARSE && R <= 2 ? PREFETCHED_LINE_STEP * LINE : LINE;
     const uint8_t* const data = panel_data(w, panel);
-    const int64_t groups = (w.kpad + w.group - 1) / w.group;
+    const int64_t groups = scale_groups(w);
     const bool grouped = Numbers::KIND != NVFP4 && groups > 1;
     Floats sum[R][V];
     load_sums(grouped || !inputs.begin, out, sum);
@@ -231,8 +224,7 @@ template <class Numbers>
 class PackedNumbers {
   public:
     PackedNumbers(const Weight& w, int64_t panel, int64_t input)
-        : w_(w), panel_(panel), data_(panel_data(w, panel)), groups_((w.kpad + w.group - 1) / w.group),
-          group_end_{input, input} {}
+        : w_(w), panel_(panel), data_(panel_data(w, panel)), groups_(scale_groups(w)), group_end_{input, input} {}
 
     // Prefetches as many lines as CHUNK inputs have, PREFETCH_BYTES bytes behind them.
     ALWAYS void fetch(int64_t input, int64_t) const {

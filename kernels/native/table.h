@@ -40,9 +40,9 @@ class PackedRow {
                 break;
             case COMPACT_BF16: read_compact(w_, panel_, row_, to); break;
             case INT8: read_int8(to); break;
-            case INT4: by_group(to, w_.group, [&](int64_t i) { return float(int4(i)); }, w_.zeros, 8.0f); break;
-            case UINT4: by_group(to, w_.group, [&](int64_t i) { return float(uint4(i)); }, w_.zeros, 8.0f); break;
-            case FP8: by_group(to, w_.group, [&](int64_t i) { return fp8_[data_[in_pairs(i)]]; }); break;
+            case INT4: by_group(to, [&](int64_t i) { return float(int4(i)); }, w_.zeros, 8.0f); break;
+            case UINT4: by_group(to, [&](int64_t i) { return float(uint4(i)); }, w_.zeros, 8.0f); break;
+            case FP8: by_group(to, [&](int64_t i) { return fp8_[data_[in_pairs(i)]]; }); break;
             case NVFP4: read_nvfp4(to); break;
         }
     }
@@ -54,8 +54,8 @@ class PackedRow {
     }
     // (number - zero point) * scale, of groups of inputs.
     template <class F>
-    void by_group(float* to, int64_t group, const F& number, const float* zeros = nullptr, float zero = 0.0f) const {
-        const int64_t groups = (w_.k + group - 1) / group;
+    void by_group(float* to, const F& number, const float* zeros = nullptr, float zero = 0.0f) const {
+        const int64_t group = w_.group, groups = scale_groups(w_);
         for (int64_t g = 0; g < groups; g++) {
             const int64_t at = (panel_ * groups + g) * PANEL + row_, end = std::min(w_.k, (g + 1) * group);
             const float scale = w_.bf16_scale ? bf16_to_float(w_.bf16_scale[at]) : w_.scale[at],
