@@ -58,13 +58,10 @@ class DeltaGroup : public RecurrentGroup<T, S> {
         set_gates(in);
         const DeltaTokens tokens{betas_, log_decays_, k_, q_};
         const ReadNext next{in, this->channel_ranges_, this->gate_range_};
-        return blocks_.each_part(
-            to.pending, in.tokens, before, to.states,
-            [&](int64_t begin, int64_t first, int64_t count, const S* state) ALWAYS {
-                blocks_.append(to.pending, first, count, tokens);
-                blocks_.solve(to.pending, begin, first, count, state, tokens, out_ + first * width_, next);
-            }
-        );
+        return blocks_.each_part(to.pending, in.tokens, before, to.states, [&](BlockPart part, const S* state) ALWAYS {
+            blocks_.append(to.pending, part, tokens);
+            blocks_.solve(to.pending, part, state, tokens, out_, next);
+        });
     }
 
     // Stores the last outputs, normalised and gated, as those of the step's tokens from `token` on: in `mid`, or as the

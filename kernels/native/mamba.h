@@ -51,14 +51,11 @@ class HeadGroup : public RecurrentGroup<T, S> {
         discretise(in);
         const BlockTokens tokens{steps_, log_decays_, x_, b_, c_, op_.d + group_ * heads_};
         const ReadNext next{in, this->channel_ranges_, this->gate_range_};
-        return blocks_.each_part(
-            to.pending, in.tokens, before, to.states,
-            [&](int64_t begin, int64_t first, int64_t count, const S* state) ALWAYS {
-                blocks_.append(to.pending, first, count, tokens);
-                if (!in.with_outputs) return;
-                blocks_.read(to.pending, begin, first, count, state, tokens, out_ + first * width_, next);
-            }
-        );
+        return blocks_.each_part(to.pending, in.tokens, before, to.states, [&](BlockPart part, const S* state) ALWAYS {
+            blocks_.append(to.pending, part, tokens);
+            if (!in.with_outputs) return;
+            blocks_.read(to.pending, part, state, tokens, out_, next);
+        });
     }
 
     // Stores the last outputs, gated and normalised, as those of the step's tokens from `token` on: in `mid`, or as the

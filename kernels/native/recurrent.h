@@ -83,9 +83,8 @@ class RecurrentGroup {
         const Place at = in_slot(slot);
         const int64_t count = at.pending.count();
         if (count > 0) {
-            uint32_t* b = at.pending.words + shape_.b_at;
             // rows of missing tokens are multiplied by 0, so they must not be NaN
-            std::fill(b + count * shape_.row_words, b + BLOCK_TOKENS * shape_.row_words, 0);
+            std::fill(shape_.b_of(at.pending, count), shape_.b_of(at.pending, BLOCK_TOKENS), 0);
             blocks_.advance(at.pending, count, at.states, at.states);
         }
         state_to_plain(shape_, at.states, plain_, plain);

@@ -30,7 +30,7 @@ class BlockAdvance {
     // The state after the first `count` tokens of the block, from that before it; they may be in the same place.
     void run(Pending pending, int64_t count, const S* before, S* after) const {
         const int64_t ld = Shape::PAIRS ? 2 * s_.row_words : s_.row_words;
-        const uint32_t* b = pending.words + s_.b_at;
+        const uint32_t* b = s_.b_of(pending);
         if constexpr (Shape::PAIRS) b = paired(b);
         const int64_t in_tiles = Shape::TILES ? s_.padded_n / 16 * 16 : 0;
 #if AMX_TILES
@@ -39,11 +39,11 @@ class BlockAdvance {
 #endif
         s_.each_slice([&](int64_t h, int64_t lane, auto vectors) {
             constexpr int V = vectors();
-            const float* sums = pending.sums() + h * BLOCK_TOKENS;
+            const float* sums = pending.sums(h);
             alignas(64) float decay_to_end[BLOCK_TOKENS];
             store_floats(decay_to_end, select(lanes(count), exp16(splat(sums[count - 1]) - load_floats(sums)), zero()));
             const Floats total = exp16(splat(sums[count - 1]));
-            decay_x<V>(pending.words + s_.x_at + h * TOKEN_CELLS * s_.padded_head + lane, decay_to_end);
+            decay_x<V>(s_.x_of(pending, h, lane), decay_to_end);
             const S* from = before ? s_.slice_of(before, h, lane) : nullptr;
             S* const to = s_.slice_of(after, h, lane);
 #if AMX_TILES

@@ -51,6 +51,11 @@ struct ReadNext {
     }
 };
 
+// Tokens that belong to one block: of the given ones [first, first + count), which begin at `begin` within their block.
+struct BlockPart {
+    int64_t begin, first, count;
+};
+
 // A group's blocks of tokens on one thread, with memory for what is computed for a block.
 template <class Cells, typename S>
 class Blocks {
@@ -71,46 +76,44 @@ class Blocks {
                rows_per_token * BLOCK_TOKENS * s.row_words + widened(s) + BlockAdvance<Cells, S>::scratch(s);
     }
 
-    // Appends tokens [first, first + count) of `in` to the pending ones, whose count `each_part` then sets.
-    void append(Pending pending, int64_t first, int64_t count, const BlockTokens& in) const {
-        const int64_t begin = pending.count(), width = s_.heads * s_.head;
-        append_decays(pending, first, count, in.log_decays);
-        uint32_t* cells = pending.words + s_.x_at;
-        for (int64_t h = 0; h < s_.heads; h++, cells += TOKEN_CELLS * s_.padded_head)
+    // Appends tokens of `in` to the pending ones, whose count `each_part` then sets.
+    void append(Pending pending, BlockPart part, const BlockTokens& in) const {
+        const int64_t width = s_.heads * s_.head;
+        append_decays(pending, part, in.log_decays);
+        for (int64_t h = 0; h < s_.heads; h++)
             for (int64_t lane = 0; lane < s_.padded_head; lane += 16) {
                 const Mask mask = lanes(s_.head - lane);
-                const float* x = in.x + first * width + h * s_.head + lane;
+                const float* x = in.x + part.first * width + h * s_.head + lane;
                 const auto weighed = [&](int64_t t) {
-                    return load16(x + t * width, mask) * splat(in.steps[(first + t) * s_.heads + h]);
+                    return load16(x + t * width, mask) * splat(in.steps[(part.first + t) * s_.heads + h]);
                 };
-                for (int64_t t = 0; t < count;) {
-                    const bool both = Shape::PAIRS && (begin + t) % 2 == 0 && t + 1 < count;
+                for (int64_t t = 0; t < part.count;) {
+                    const bool both = Shape::PAIRS && (part.begin + t) % 2 == 0 && t + 1 < part.count;
                     put_in_cells<Cells>(
-                        cells + lane, s_.padded_head, begin + t, weighed(t), both ? weighed(t + 1) : zero()
+                        s_.x_of(pending, h, lane), s_.padded_head, part.begin + t, weighed(t),
+                        both ? weighed(t + 1) : zero()
                     );
                     t += both ? 2 : 1;
                 }
             }
-        for (int64_t t = 0; t < count; t++)
+        for (int64_t t = 0; t < part.count; t++)
             for (int64_t at = 0; at < s_.row_words; at += 16) {
-                store_words(
-                    pending.words + s_.b_at + (begin + t) * s_.row_words + at,
-                    Cells::row(in.b + (first + t) * s_.n, s_.n, at)
-                );
-                store_words(c_ + t * s_.row_words + at, Cells::row(in.c + (first + t) * s_.n, s_.n, at));
+                const int64_t row = (part.first + t) * s_.n;
+                store_words(s_.b_of(pending, part.begin + t) + at, Cells::row(in.b + row, s_.n, at));
+                store_words(c_ + t * s_.row_words + at, Cells::row(in.c + row, s_.n, at));
             }
     }
 
     // The same for the gated delta rule, without the tokens' changes, which `solve` appends.
-    void append(Pending pending, int64_t first, int64_t count, const DeltaTokens& in) const {
-        const int64_t begin = pending.count();
-        append_decays(pending, first, count, in.log_decays);
-        for (int64_t t = 0; t < count; t++)
+    void append(Pending pending, BlockPart part, const DeltaTokens& in) const {
+        append_decays(pending, part, in.log_decays);
+        for (int64_t t = 0; t < part.count; t++)
             for (int64_t at = 0; at < s_.row_words; at += 16) {
-                const Words key = Cells::row(in.k + (first + t) * s_.n, s_.n, at);
-                store_words(pending.words + s_.b_at + (begin + t) * s_.row_words + at, key);
+                const int64_t row = (part.first + t) * s_.n;
+                const Words key = Cells::row(in.k + row, s_.n, at);
+                store_words(s_.b_of(pending, part.begin + t) + at, key);
                 store_words(c_ + 2 * t * s_.row_words + at, key);
-                store_words(c_ + (2 * t + 1) * s_.row_words + at, Cells::row(in.q + (first + t) * s_.n, s_.n, at));
+                store_words(c_ + (2 * t + 1) * s_.row_words + at, Cells::row(in.q + row, s_.n, at));
             }
     }
 
@@ -119,19 +122,19 @@ class Blocks {
         const int64_t count = pending.count() + 1;
         for (int64_t at = 0; at < s_.x_at + s_.token_cells(count) * s_.padded_head; at += 16)
             prefetch_far(pending.words + at);
-        for (int64_t at = 0; at < count * s_.row_words; at += 16) prefetch_far(pending.words + s_.b_at + at);
+        for (int64_t at = 0; at < count * s_.row_words; at += 16) prefetch_far(s_.b_of(pending) + at);
         for (int64_t line = 0; state && line < STATE_AHEAD; line++)
             prefetch_far(reinterpret_cast<const uint32_t*>(state) + 16 * line);
     }
 
     // Divides `tokens` into parts that end where blocks end, and advances the state, from `before` to `after`, after
-    // each part that completes a block. visit(begin, first, count, state) adds tokens [first, first + count), which
-    // begin at `begin` within their block, to the pending ones. Returns where the state is afterwards.
+    // each part that completes a block. visit(part, state) adds a part to the pending tokens. Returns where the state
+    // is afterwards.
     template <typename Visit>
     const S* each_part(Pending pending, int64_t tokens, const S* before, S* after, Visit&& visit) const {
         for (int64_t first = 0; first < tokens;) {
             const int64_t begin = pending.count(), count = std::min(tokens - first, BLOCK_TOKENS - begin);
-            visit(begin, first, count, before);
+            visit(BlockPart{begin, first, count}, before);
             if (begin + count == BLOCK_TOKENS) advance(pending, BLOCK_TOKENS, before, after), before = after;
             pending.set_count((begin + count) % BLOCK_TOKENS);
             first += count;
@@ -139,55 +142,37 @@ class Blocks {
         return before;
     }
 
-    // out [count, heads * head]: the outputs of tokens [begin, begin + count) of the block, the last ones taken, which
-    // are tokens `first` and so on of `in`. `state`: null for zeros.
+    // Writes the outputs of a part, the last tokens that were appended, to out [tokens of `in`, heads * head]. `state`:
+    // null for zeros.
     void read(
-        Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const BlockTokens& in, float* out,
-        const ReadNext& next
+        Pending pending, BlockPart part, const S* state, const BlockTokens& in, float* out, const ReadNext& next
     ) const {
         set_decays(pending);
-        for (int64_t t = 0; t < count; t++) set_weights(pending, t, begin + t, begin + t + 1);
+        for (int64_t t = 0; t < part.count; t++) set_weights(pending, t, part.begin + t, part.begin + t + 1);
 #if AMX_TILES
-        if constexpr (Shape::TILES) return read_in_tiles(pending, begin, first, count, state, in, out, next);
+        if constexpr (Shape::TILES) return read_in_tiles(pending, part, state, in, out, next);
 #endif
-        each_tokens<4>(
-            pending, begin, first, count, state, next,
-            [&](auto vectors, auto group, const uint32_t* cells, const StateAhead* ahead, int64_t h, int64_t lane,
-                int64_t t) {
-                const uint32_t* x_cells = pending.words + s_.x_at + h * TOKEN_CELLS * s_.padded_head + lane;
-                const float* x = in.x + first * s_.heads * s_.head + h * s_.head + lane;
-                read_rows<vectors(), group()>(
-                    cells, ahead, x_cells, x, in.d[h], h, begin, t, s_.head - lane, out + h * s_.head + lane
-                );
-            }
-        );
+        each_tokens<4>(pending, part, state, next, [&](auto vectors, auto group, const StateSlice& slice, int64_t t) {
+            read_rows<vectors(), group()>(pending, part, slice, t, in, out);
+        });
     }
 
     // The same for the gated delta rule, whose tokens' changes are added to the pending ones. `out` has the tokens'
     // values before.
     void solve(
-        Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const DeltaTokens& in, float* out,
-        const ReadNext& next
+        Pending pending, BlockPart part, const S* state, const DeltaTokens& in, float* out, const ReadNext& next
     ) const {
         set_decays(pending);
-        for (int64_t t = 0; t < count; t++) {
-            set_weights(pending, 2 * t, begin + t, begin + t);
-            set_weights(pending, 2 * t + 1, begin + t, begin + t + 1);
+        for (int64_t t = 0; t < part.count; t++) {
+            set_weights(pending, 2 * t, part.begin + t, part.begin + t);
+            set_weights(pending, 2 * t + 1, part.begin + t, part.begin + t + 1);
         }
 #if AMX_TILES
-        if constexpr (Shape::TILES) return solve_in_tiles(pending, begin, first, count, state, in, out, next);
+        if constexpr (Shape::TILES) return solve_in_tiles(pending, part, state, in, out, next);
 #endif
-        each_tokens<2>(
-            pending, begin, first, count, state, next,
-            [&](auto vectors, auto group, const uint32_t* cells, const StateAhead* ahead, int64_t h, int64_t lane,
-                int64_t t) {
-                uint32_t* changes = pending.words + s_.x_at + h * TOKEN_CELLS * s_.padded_head + lane;
-                const float* betas = in.betas + first * s_.heads + h;
-                solve_rows<vectors(), group()>(
-                    cells, ahead, nullptr, changes, betas, h, begin, t, s_.head - lane, out + h * s_.head + lane
-                );
-            }
-        );
+        each_tokens<2>(pending, part, state, next, [&](auto vectors, auto group, const StateSlice& slice, int64_t t) {
+            solve_rows<vectors(), group()>(pending, part, slice, t, nullptr, in, out);
+        });
     }
 
     // The state after the first `count` tokens of the block, from that before it; they may be in the same place.
@@ -196,18 +181,24 @@ class Blocks {
     }
 
   private:
+    // Channels of a head from `lane` on.
+    struct StateSlice {
+        int64_t h, lane;
+        const uint32_t* cells;    // of the state before the block, or null
+        const StateAhead* ahead;  // what to prefetch while they are multiplied, or null
+    };
+
     static int64_t widened(const Shape& s) { return Shape::PAIRS || sizeof(S) == 4 ? 0 : s.n * STATE_SLICE; }
 
     // What to prefetch while a slice is multiplied for a single token: the pending tokens of the next head, or after
     // the last head those of the next group, and then its state. `tokens`: of the block so far.
     StateAhead ahead_of(Pending pending, int64_t h, int64_t lane, int64_t vectors, int64_t tokens) const {
         const int64_t x_words = s_.token_cells(tokens) * s_.padded_head;  // of a head
-        if (h + 1 < s_.heads)
-            return {pending.words + s_.x_at + (h + 1) * TOKEN_CELLS * s_.padded_head, x_words / 16, s_.cells, 0};
+        if (h + 1 < s_.heads) return {s_.x_of(pending, h + 1), x_words / 16, s_.cells, 0};
         if (!has_next_group_) return {nullptr, 0, s_.cells, 0};
-        const uint32_t* next = pending.words + s_.pending_words;
-        StateAhead ahead{next, (s_.x_at + x_words) / 16, s_.cells, 0};
-        if (lane) ahead.next = next + s_.b_at, ahead.lines = tokens * s_.row_words / 16;
+        const Pending next{pending.words + s_.pending_words};
+        StateAhead ahead{next.words, (s_.x_at + x_words) / 16, s_.cells, 0};
+        if (lane) ahead.next = s_.b_of(next), ahead.lines = tokens * s_.row_words / 16;
         if (lane + 16 * vectors >= s_.padded_head)
             ahead.from = s_.cells - STATE_AHEAD / vectors, ahead.skip = Shape::SPLIT ? s_.rest_at() : 0;
         return ahead;
@@ -215,31 +206,29 @@ class Blocks {
 
     // Appends the sums of log decays of these tokens. Before a block's first tokens, clears the cells of x dt, because
     // those of missing tokens are multiplied by weights of 0.
-    void append_decays(Pending pending, int64_t first, int64_t count, const float* log_decays) const {
-        const int64_t begin = pending.count();
-        float* sums = pending.sums();
+    void append_decays(Pending pending, BlockPart part, const float* log_decays) const {
         for (int64_t h = 0; h < s_.heads; h++) {
-            float sum = begin ? sums[h * BLOCK_TOKENS + begin - 1] : 0.0f;
-            for (int64_t t = 0; t < count; t++)
-                sums[h * BLOCK_TOKENS + begin + t] = sum += log_decays[(first + t) * s_.heads + h];
+            float* const sums = pending.sums(h);
+            float sum = part.begin ? sums[part.begin - 1] : 0.0f;
+            for (int64_t t = 0; t < part.count; t++)
+                sums[part.begin + t] = sum += log_decays[(part.first + t) * s_.heads + h];
         }
-        if (!begin && count < BLOCK_TOKENS)
-            std::memset(pending.words + s_.x_at, 0, 4 * s_.heads * TOKEN_CELLS * s_.padded_head);
+        if (!part.begin && part.count < BLOCK_TOKENS)
+            std::memset(s_.x_of(pending, 0), 0, 4 * s_.heads * TOKEN_CELLS * s_.padded_head);
     }
 
     // Computes `decays_`.
     void set_decays(Pending pending) const {
         for (int64_t h = 0; h < s_.heads; h++)
-            store_floats(decays_ + h * BLOCK_TOKENS, decay_of<Cells>(load_floats(pending.sums() + h * BLOCK_TOKENS)));
+            store_floats(decays_ + h * BLOCK_TOKENS, decay_of<Cells>(load_floats(pending.sums(h))));
     }
 
     // Computes the weights by which the outputs of row `row` of C, which is token `token` of the block, depend on the
     // block's first `count` tokens.
     void set_weights(Pending pending, int64_t row, int64_t token, int64_t count) const {
-        const Floats products =
-            products_with<Cells>(c_ + row * s_.row_words, pending.words + s_.b_at, s_.row_words, count);
+        const Floats products = products_with<Cells>(c_ + row * s_.row_words, s_.b_of(pending), s_.row_words, count);
         for (int64_t h = 0; h < s_.heads; h++) {
-            const float* sums = pending.sums() + h * BLOCK_TOKENS;
+            const float* sums = pending.sums(h);
             const Floats decay = decay_of<Cells>(splat(sums[token]) - load_floats(sums));
             put_weights<Cells>(weights_of(h, row), select(lanes(count), products * decay, zero()));
         }
@@ -248,23 +237,21 @@ class Blocks {
         return weights_ + (h * rows_per_token_ * BLOCK_TOKENS + row) * TOKEN_CELLS;
     }
 
-    // Visits the last `count` tokens, slice by slice, in groups of at most MOST: each(vectors, group, cells, ahead, h,
-    // lane, t) for `group` tokens from t on, with the slice's cells of the state and what to prefetch meanwhile.
+    // Visits the tokens of a part, slice by slice, in groups of at most MOST: each(vectors, group, slice, t) for
+    // `group` tokens from t on.
     template <int MOST, typename Each>
-    void each_tokens(
-        Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const ReadNext& next, Each&& each
-    ) const {
+    void each_tokens(Pending pending, BlockPart part, const S* state, const ReadNext& next, Each&& each) const {
         s_.each_slice([&](int64_t h, int64_t lane, auto vectors) {
             const uint32_t* cells = state ? cells_of<vectors()>(s_.slice_of(state, h, lane)) : nullptr;
-            if (count == 1) {
-                const StateAhead ahead = ahead_of(pending, h, lane, vectors(), begin + 1);
-                each(vectors, std::integral_constant<int, 1>(), cells, &ahead, h, lane, 0);
+            if (part.count == 1) {
+                const StateAhead ahead = ahead_of(pending, h, lane, vectors(), part.begin + 1);
+                each(vectors, std::integral_constant<int, 1>(), StateSlice{h, lane, cells, &ahead}, 0);
             } else {
-                in_groups<MOST>(count, [&](auto group, int64_t t) {
-                    each(vectors, group, cells, nullptr, h, lane, t);
+                in_groups<MOST>(part.count, [&](auto group, int64_t t) {
+                    each(vectors, group, StateSlice{h, lane, cells, nullptr}, t);
                 });
             }
-            for (int64_t t = 0; t < count; t++) next.prefetch(first + t, h * s_.head + lane);
+            for (int64_t t = 0; t < part.count; t++) next.prefetch(part.first + t, h * s_.head + lane);
         });
     }
 
@@ -278,34 +265,39 @@ class Blocks {
         }
     }
 
-    // Outputs of tokens [t, t + R) of the last ones: products of C with the state, which has decayed since; products of
-    // weights with x dt (`x_cells`); and D x. `left`: channels of the head from the slice's first one on.
+    // Outputs of tokens [t, t + R) of a part: products of C with the state, which has decayed since; products of
+    // weights with x dt; and D x.
     template <int V, int R>
     void read_rows(
-        const uint32_t* cells, const StateAhead* ahead, const uint32_t* x_cells, const float* x, float d, int64_t h,
-        int64_t begin, int64_t t, int64_t left, float* out
+        Pending pending, BlockPart part, const StateSlice& slice, int64_t t, const BlockTokens& in, float* out
     ) const {
         constexpr int W = vectors_at_once(R, V);
-        const int64_t width = s_.heads * s_.head, steps = s_.token_cells(begin + t + R);
+        const int64_t h = slice.h, left = s_.head - slice.lane, width = s_.heads * s_.head,
+                      steps = s_.token_cells(part.begin + t + R),
+                      place = (part.first + t) * width + h * s_.head + slice.lane;
+        const uint32_t* const x_cells = s_.x_of(pending, h, slice.lane);
+        const float* const x = in.x + place;
+        float* const to = out + place;
+        const float* const decays = decays_ + h * BLOCK_TOKENS + part.begin + t;
         for (int v = 0; v < V; v += W) {
             Floats sum[R][W];
             set_zero(sum);
-            if (cells)
+            if (slice.cells)
                 multiply_cells<Cells>(
-                    sum, c_ + t * s_.row_words, s_.row_words, 1, s_.cells, cells + 16 * v, 16 * V, ahead
+                    sum, c_ + t * s_.row_words, s_.row_words, 1, s_.cells, slice.cells + 16 * v, 16 * V, slice.ahead
                 );
             unrolled<R>([&](int r) ALWAYS {
-                const Floats decay = splat(decays_[h * BLOCK_TOKENS + begin + t + r]);
+                const Floats decay = splat(decays[r]), d = splat(in.d[h]);
                 unrolled<W>([&](int w) ALWAYS {
                     const int64_t at = 16 * (v + w);
-                    sum[r][w] = fmadd(sum[r][w], decay, splat(d) * load16(x + (t + r) * width + at, lanes(left - at)));
+                    sum[r][w] = fmadd(sum[r][w], decay, d * load16(x + r * width + at, lanes(left - at)));
                 });
             });
             multiply_cells<Cells>(sum, weights_of(h, t), TOKEN_CELLS, 1, steps, x_cells + 16 * v, s_.padded_head);
             unrolled<R>([&](int r) ALWAYS {
                 unrolled<W>([&](int w) ALWAYS {
                     const int64_t at = 16 * (v + w);
-                    store16(out + (t + r) * width + at, lanes(left - at), sum[r][w]);
+                    store16(to + r * width + at, lanes(left - at), sum[r][w]);
                 });
             });
         }
@@ -314,31 +306,27 @@ class Blocks {
 #if AMX_TILES
     // `read` by tiles: of all tokens, the products with a slice of the state, and those of weights with x dt.
     void read_in_tiles(
-        Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const BlockTokens& in, float* out,
-        const ReadNext& next
+        Pending pending, BlockPart part, const S* state, const BlockTokens& in, float* out, const ReadNext& next
     ) const {
         const int64_t width = s_.heads * s_.head;
-        StateTiles::begin(count);
+        StateTiles::begin(part.count);
         s_.each_slice([&](int64_t h, int64_t lane, auto vectors) {
             constexpr int V = vectors();
             alignas(64) float of_state[BLOCK_TOKENS * STATE_SLICE], of_tokens[BLOCK_TOKENS * STATE_SLICE];
-            multiply_state<V>(pending, begin, count, state, h, lane, of_state);
-            StateTiles::multiply_weights<V>(
-                weights_of(h, 0), pending.words + s_.x_at + h * TOKEN_CELLS * s_.padded_head + lane, s_.padded_head,
-                of_tokens
-            );
-            const float* x = in.x + first * width + h * s_.head + lane;
-            float* to = out + h * s_.head + lane;
+            multiply_state<V>(pending, part, state, h, lane, of_state);
+            StateTiles::multiply_weights<V>(weights_of(h, 0), s_.x_of(pending, h, lane), s_.padded_head, of_tokens);
+            const float* x = in.x + part.first * width + h * s_.head + lane;
+            float* to = out + part.first * width + h * s_.head + lane;
             const Floats d = splat(in.d[h]);
-            for (int64_t t = 0; t < count; t++, x += width, to += width) {
-                const Floats decay = splat(decays_[h * BLOCK_TOKENS + begin + t]);
+            for (int64_t t = 0; t < part.count; t++, x += width, to += width) {
+                const Floats decay = splat(decays_[h * BLOCK_TOKENS + part.begin + t]);
                 unrolled<V>([&](int v) ALWAYS {
                     const Mask mask = lanes(s_.head - lane - 16 * v);
                     Floats sum = fmadd(d, load16(x + 16 * v, mask), load_floats(of_tokens + t * STATE_SLICE + 16 * v));
                     if (state) sum = fmadd(load_floats(of_state + t * STATE_SLICE + 16 * v), decay, sum);
                     store16(to + 16 * v, mask, sum);
                 });
-                next.prefetch(first + t, h * s_.head + lane);
+                next.prefetch(part.first + t, h * s_.head + lane);
             }
         });
         release_tiles();
@@ -346,62 +334,59 @@ class Blocks {
 
     // `solve` by tiles: of all tokens, the products with a slice of the state.
     void solve_in_tiles(
-        Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const DeltaTokens& in, float* out,
-        const ReadNext& next
+        Pending pending, BlockPart part, const S* state, const DeltaTokens& in, float* out, const ReadNext& next
     ) const {
         s_.each_slice([&](int64_t h, int64_t lane, auto vectors) {
             constexpr int V = vectors();
             alignas(64) float of_state[2 * BLOCK_TOKENS * STATE_SLICE];
             if (state) {
-                StateTiles::begin(std::min(2 * count, BLOCK_TOKENS));
-                multiply_state<V>(pending, begin, count, state, h, lane, of_state);
+                StateTiles::begin(std::min(2 * part.count, BLOCK_TOKENS));
+                multiply_state<V>(pending, part, state, h, lane, of_state);
                 release_tiles();
             }
-            uint32_t* changes = pending.words + s_.x_at + h * TOKEN_CELLS * s_.padded_head + lane;
-            in_groups<2>(count, [&](auto group, int64_t t) {
+            in_groups<2>(part.count, [&](auto group, int64_t t) {
                 const float* const state_sums = state ? of_state + 2 * t * STATE_SLICE : nullptr;
-                const float* betas = in.betas + first * s_.heads + h;
-                solve_rows<V, group()>(
-                    nullptr, nullptr, state_sums, changes, betas, h, begin, t, s_.head - lane, out + h * s_.head + lane
-                );
+                solve_rows<V, group()>(pending, part, {h, lane, nullptr, nullptr}, t, state_sums, in, out);
             });
-            for (int64_t t = 0; t < count; t++) next.prefetch(first + t, h * s_.head + lane);
+            for (int64_t t = 0; t < part.count; t++) next.prefetch(part.first + t, h * s_.head + lane);
         });
     }
 
     // sums [rows_per_token * count, STATE_SLICE]: products of the tokens' rows of C with a slice of the state, if there
     // is one. Tiles are configured for all of these rows, or for BLOCK_TOKENS of them.
     template <int V>
-    void multiply_state(
-        Pending pending, int64_t begin, int64_t count, const S* state, int64_t h, int64_t lane, float* sums
-    ) const {
+    void multiply_state(Pending pending, BlockPart part, const S* state, int64_t h, int64_t lane, float* sums) const {
         if (!state) return;
         const uint32_t* cells = reinterpret_cast<const uint32_t*>(s_.slice_of(state, h, lane));
-        const StateAhead ahead = ahead_of(pending, h, lane, V, begin + 1);
-        for (int64_t row = 0; row < rows_per_token_ * count; row += BLOCK_TOKENS)
+        const StateAhead ahead = ahead_of(pending, h, lane, V, part.begin + 1);
+        const int64_t rows = rows_per_token_ * part.count;
+        for (int64_t row = 0; row < rows; row += BLOCK_TOKENS)
             StateTiles::multiply<V>(
-                c_ + row * s_.row_words, s_.row_words, std::min(rows_per_token_ * count, BLOCK_TOKENS), s_.cells, cells,
-                count == 1 ? &ahead : nullptr, sums + row * STATE_SLICE
+                c_ + row * s_.row_words, s_.row_words, std::min(rows, BLOCK_TOKENS), s_.cells, cells,
+                part.count == 1 ? &ahead : nullptr, sums + row * STATE_SLICE
             );
     }
 #endif
 
-    // Tokens [t, t + N) of the last ones: change = beta (value - what the key reads); what the query reads, the change
-    // included. Reads are products with the state, which has decayed since, and of weights with `changes`. `of_state`:
-    // the first ones, [2 N, STATE_SLICE], where `cells` is null.
+    // Tokens [t, t + N) of a part: change = beta (value - what the key reads); what the query reads, the change
+    // included. Reads are products with the state, which has decayed since, and of weights with changes. `of_state`:
+    // the first ones, [2 N, STATE_SLICE], if the slice does not have cells.
     template <int V, int N>
     void solve_rows(
-        const uint32_t* cells, const StateAhead* ahead, const float* of_state, uint32_t* changes, const float* betas,
-        int64_t h, int64_t begin, int64_t t, int64_t left, float* out
+        Pending pending, BlockPart part, const StateSlice& slice, int64_t t, const float* of_state,
+        const DeltaTokens& in, float* out
     ) const {
         constexpr int W = vectors_at_once(2 * N, V);
-        const int64_t width = s_.heads * s_.head;
+        const int64_t h = slice.h, left = s_.head - slice.lane, width = s_.heads * s_.head;
+        uint32_t* const changes = s_.x_of(pending, h, slice.lane);
+        const float* const betas = in.betas + (part.first + t) * s_.heads + h;
+        float* const to = out + (part.first + t) * width + h * s_.head + slice.lane;
         for (int v = 0; v < V; v += W) {
             Floats sum[2 * N][W];
             set_zero(sum);
-            if (cells)
+            if (slice.cells)
                 multiply_cells<Cells>(
-                    sum, c_ + 2 * t * s_.row_words, s_.row_words, 1, s_.cells, cells + 16 * v, 16 * V, ahead
+                    sum, c_ + 2 * t * s_.row_words, s_.row_words, 1, s_.cells, slice.cells + 16 * v, 16 * V, slice.ahead
                 );
             if (of_state)
                 unrolled<2 * N>([&](int r) ALWAYS {
@@ -410,9 +395,9 @@ class Blocks {
                     });
                 });
             unrolled<N>([&](int r) ALWAYS {
-                const int64_t token = begin + t + r;
-                const Floats decay = splat(decays_[h * BLOCK_TOKENS + token]), beta = splat(betas[(t + r) * s_.heads]);
-                float* values = out + (t + r) * width;
+                const int64_t token = part.begin + t + r;
+                const Floats decay = splat(decays_[h * BLOCK_TOKENS + token]), beta = splat(betas[r * s_.heads]);
+                float* values = to + r * width;
                 Floats by_key[1][W], by_query[1][W];
                 unrolled<W>([&](int w) ALWAYS {
                     by_key[0][w] = sum[2 * r][w] * decay, by_query[0][w] = sum[2 * r + 1][w] * decay;

@@ -24,6 +24,17 @@ using StateCells = std::conditional_t<BF16_PAIRS && std::is_same_v<T, uint16_t>,
 
 inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+struct Pending {  // tokens of an unfinished block; BlockShape has the places of their numbers
+    uint32_t* words;
+    int32_t count() const {
+        int32_t n;
+        std::memcpy(&n, words, 4);
+        return n;
+    }
+    void set_count(int32_t n) const { std::memcpy(words, &n, 4); }
+    float* sums(int64_t h) const { return reinterpret_cast<float*>(words + COUNT_WORDS) + h * BLOCK_TOKENS; }
+};
+
 // Sizes of a group of heads, for products of CELLS and states of type S. A word has 32 bits.
 template <class CELLS, typename S>
 struct BlockShape {
@@ -44,6 +55,12 @@ struct BlockShape {
     // The words of pending tokens: their count, in COUNT_WORDS; sums of dt A [heads, BLOCK_TOKENS]; from x_at on, x dt
     // [heads, TOKEN_CELLS, padded_head]; from b_at on, B [BLOCK_TOKENS, row_words].
     const int64_t x_at, b_at, pending_words;
+
+    // A head's x dt, from a channel on; B, from a token on.
+    uint32_t* x_of(Pending pending, int64_t h, int64_t lane = 0) const {
+        return pending.words + x_at + h * TOKEN_CELLS * padded_head + lane;
+    }
+    uint32_t* b_of(Pending pending, int64_t token = 0) const { return pending.words + b_at + token * row_words; }
 
     // A state is [heads, slices, cells, channels of a slice] words of bfloat16 pairs, and if SPLIT as many words again
     // for the rest of float32: a number's bits are those of its bfloat16, rounded half up, followed by 16 zeros, plus a
@@ -76,17 +93,6 @@ struct BlockShape {
             if ((padded_head - lane) & 16) f(h, lane, std::integral_constant<int, 1>());
         }
     }
-};
-
-struct Pending {  // tokens of an unfinished block
-    uint32_t* words;
-    int32_t count() const {
-        int32_t n;
-        std::memcpy(&n, words, 4);
-        return n;
-    }
-    void set_count(int32_t n) const { std::memcpy(words, &n, 4); }
-    float* sums() const { return reinterpret_cast<float*>(words + COUNT_WORDS); }
 };
 
 }  // namespace
