@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "activations.h"
+#include "mixers.h"
 #include "numbers.h"
 #include "recurrent.h"
 #include "state_blocks.h"
@@ -64,20 +65,13 @@ class DeltaGroup : public RecurrentGroup<T, S> {
         });
     }
 
-    // Stores the last outputs, normalised and gated, as those of the step's tokens from `token` on: in `mid`, or as the
-    // next product's operand.
+    // Stores the last outputs, normalised and gated, as those of the step's tokens from `token` on.
     void write(int64_t token, int64_t tokens) const {
         const int64_t first = first_ * d_.value;
-        for (int64_t t = token; t < token + tokens; t++) {
-            const float* gate = m_.wide + t * m_.ld + first;
-            const int64_t at = t * m_.operand_ld + first;
-            const int64_t mid = t * m_.mid_ld + first;
-            if (op_.target == MID && op_.bf16_rows)
-                write_token(t - token, gate, reinterpret_cast<uint16_t*>(m_.mid) + mid);
-            else if (op_.target == MID) write_token(t - token, gate, m_.mid + mid);
-            else if (op_.kind == BF16) write_token(t - token, gate, static_cast<uint16_t*>(m_.operand) + at);
-            else write_token(t - token, gate, static_cast<float*>(m_.operand) + at);
-        }
+        with_outputs(m_, op_, [&](auto* out, int64_t ld) {
+            for (int64_t t = 0; t < tokens; t++)
+                write_token(t, m_.wide + (token + t) * m_.ld + first, out + (token + t) * ld + first);
+        });
     }
 
   private:

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "activations.h"
+#include "mixers.h"
 #include "numbers.h"
 #include "recurrent.h"
 #include "state_blocks.h"
@@ -58,18 +59,12 @@ class HeadGroup : public RecurrentGroup<T, S> {
         });
     }
 
-    // Stores the last outputs, gated and normalised, as those of the step's tokens from `token` on: in `mid`, or as the
-    // next product's operand.
+    // Stores the last outputs, gated and normalised, as those of the step's tokens from `token` on.
     void write(int64_t token, int64_t tokens) {
-        for (int64_t t = 0; t < tokens; t++) {
-            const float* gate = m_.wide + (token + t) * m_.ld + first_;
-            const int64_t at = (token + t) * m_.operand_ld + first_;
-            const int64_t mid = (token + t) * m_.mid_ld + first_;
-            if (op_.target == MID && op_.bf16_rows) norm(t, gate, reinterpret_cast<uint16_t*>(m_.mid) + mid);
-            else if (op_.target == MID) norm(t, gate, m_.mid + mid);
-            else if (op_.kind == BF16) norm(t, gate, static_cast<uint16_t*>(m_.operand) + at);
-            else norm(t, gate, static_cast<float*>(m_.operand) + at);
-        }
+        with_outputs(m_, op_, [&](auto* out, int64_t ld) {
+            for (int64_t t = 0; t < tokens; t++)
+                norm(t, m_.wide + (token + t) * m_.ld + first_, out + (token + t) * ld + first_);
+        });
     }
 
   private:

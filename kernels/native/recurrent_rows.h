@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "convolution.h"
-#include "saves.h"
+#include "mixers.h"
 #include "state_shape.h"
 #include "structs.h"
 

@@ -10,8 +10,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "mixers.h"
 #include "numbers.h"
-#include "saves.h"
 #include "structs.h"
 
 namespace {
@@ -58,14 +58,12 @@ class ShortConvGroup {
     ShortConvGroup(const Model& m, const Op& op, int64_t group)
         : m_(m), op_(op), first_(group * SHORT_CHANNELS), last_(std::min(op.width, first_ + SHORT_CHANNELS)) {}
 
-    // One row of a step; outputs are computed only for tokens from `first_read` on. They are stored in `mid`, or as the
-    // next product's operand.
+    // One row of a step; outputs are computed only for tokens from `first_read` on.
     void run(const Step& step, int64_t row, int64_t first_read) const {
-        auto *mid = reinterpret_cast<uint16_t*>(m_.mid), *operand = static_cast<uint16_t*>(m_.operand);
-        if (op_.target == MID && op_.bf16_rows) run_to(step, row, first_read, mid, m_.mid_ld);
-        else if (op_.target == MID) run_to(step, row, first_read, m_.mid, m_.mid_ld);
-        else if (op_.kind == BF16) run_to(step, row, first_read, operand, m_.operand_ld);
-        else run_to(step, row, first_read, static_cast<float*>(m_.operand), m_.operand_ld);
+        with_outputs(m_, op_, [&](auto* out, int64_t ld) {
+            if (step.batch_slots && step.batch_slots[row] >= 0) run_on_ring(step, row, out, ld);
+            else run_in_slot(step, row, first_read, out, ld);
+        });
     }
 
     void advance(const Advance& job) const {
@@ -101,12 +99,6 @@ class ShortConvGroup {
     void replay(Taps& taps, int64_t batch_slot, int64_t count, int64_t i) const {
         const float* from = ring(batch_slot) + i;
         for (int64_t t = 0; t < count; t++) taps.take(load16(from + t * op_.width, lanes(last_ - i)));
-    }
-
-    template <typename To>
-    void run_to(const Step& step, int64_t row, int64_t first_read, To* out, int64_t ld) const {
-        if (step.batch_slots && step.batch_slots[row] >= 0) run_on_ring(step, row, out, ld);
-        else run_in_slot(step, row, first_read, out, ld);
     }
 
     // A row whose tokens may be rejected: the ring's steps are applied to the slot, whose window then does not change;

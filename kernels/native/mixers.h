@@ -1,4 +1,4 @@
-// The places of a row at which its window and state are also stored in other slots.
+// What MAMBA, DELTA and SHORT_CONV share.
 
 #pragma once
 
@@ -9,6 +9,16 @@
 
 namespace {
 
+// Calls work(rows, ld) with where the outputs of a mixer are stored: in `mid`, or as the next product's operand.
+template <typename F>
+void with_outputs(const Model& m, const Op& op, F&& work) {
+    if (op.target == MID && op.bf16_rows) work(reinterpret_cast<uint16_t*>(m.mid), m.mid_ld);
+    else if (op.target == MID) work(m.mid, m.mid_ld);
+    else if (op.kind == BF16) work(static_cast<uint16_t*>(m.operand), m.operand_ld);
+    else work(static_cast<float*>(m.operand), m.operand_ld);
+}
+
+// The tokens of a row before which its window and state are also stored in other slots.
 class RowSaves {
   public:
     RowSaves(const Step& step, int64_t row) : row_(row), first_(step.saves), last_(step.saves + step.save_count) {
