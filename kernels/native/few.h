@@ -34,10 +34,67 @@ inline int64_t window_of(int64_t keys, int64_t bytes, int64_t span) {
     return ((keys + windows - 1) / windows + span - 1) / span * span;
 }
 
+// Rows of keys and of values of the first head, in the order of positions.
+template <typename T>
+struct RowsInOrder {
+    const T** rows[2];  // keys, values
+    int64_t count = 0;
+
+    RowsInOrder(Scratch& scratch, int64_t most) : rows{scratch.take<const T*>(most), scratch.take<const T*>(most)} {}
+    void add(const T* key, const T* value) { rows[0][count] = key, rows[1][count] = value, count++; }
+    // Those at positions [from, to) of a source, which are in pages.
+    template <typename Source>
+    void add_pages(const Source& source, int64_t from, int64_t to) {
+        for (int64_t tile = from; tile < to; tile += TILE) {
+            const auto lines = source.keys_and_values(tile, std::min(TILE, to - tile));
+            for (int64_t side = 0; side < 2; side++) std::copy_n(lines.stored[side], lines.count, rows[side] + count);
+            count += lines.count;
+        }
+    }
+    // Repeats the last row, if there is one, until there are `most`.
+    void repeat_last(int64_t most) const {
+        for (int64_t side = 0; side < 2 && count; side++)
+            std::fill(rows[side] + count, rows[side] + most, rows[side][count - 1]);
+    }
+};
+
+// Copies of the keys [begin, end) that are not in pages yet, and of their values, with the layout of pages.
+template <typename T>
+class FreshCopies {
+  public:
+    FreshCopies(int64_t begin, int64_t end, int64_t width, int64_t heads, int64_t head_stride)
+        : begin_(begin), end_(end), width_(width), heads_(heads), head_stride_(head_stride), page_(head_stride / width),
+          size_((end - begin + page_ - 1) / page_ * heads * head_stride) {}
+    int64_t numbers() const { return 2 * size_; }
+
+    template <typename Source>
+    void copy(const Source& source, T* memory) {
+        memory_ = memory;
+        for (int64_t at = begin_; at < end_; at++) {
+            const auto found = source.keys_and_values(at, 1);
+            for (int64_t side = 0; side < 2; side++) {
+                const float* from = found.fresh[side];
+                T* to = row(side, at);
+                for (int64_t h = 0; h < heads_; h++, to += head_stride_, from += width_)
+                    for (int64_t f = 0; f < width_; f++) store(to, f, from[f]);
+            }
+        }
+    }
+    // The first head's key (side 0) or value (side 1) at a position.
+    T* row(int64_t side, int64_t position) const {
+        const int64_t i = position - begin_;
+        return memory_ + side * size_ + i / page_ * heads_ * head_stride_ + i % page_ * width_;
+    }
+
+  private:
+    const int64_t begin_, end_, width_, heads_, head_stride_, page_, size_;  // page: tokens; size: numbers of a side
+    T* memory_ = nullptr;
+};
+
 // Attention of `count` <= MAX_FEW_QUERIES queries of whole cells, for several heads. A source (see `attend`) of each:
 //   source.for_head(h): that of head h. For the first head, source.keys_and_values() also says how many keys are in
-//   pages
-//   (`in_pages`, `stored`), and where the first of the others is (`fresh`). source.before: how many keys are in pages.
+//   pages (`in_pages`, `stored`), and where the first of the others is (`fresh`). source.before: how many keys are in
+//   pages.
 // `head_stride`: numbers from a key in a page to that of the next head, a multiple of the width. `next`: the source of
 // the unit that this thread is likely to take next, or null.
 template <typename T, typename Source>
@@ -51,46 +108,17 @@ void attend_few(
                   bytes = width * int64_t(sizeof(T));
     const int64_t window = window_of(end - begin, 2 * heads * bytes, SPAN),
                   fresh_begin = std::max(source.before, first);
-    // Keys that are not in pages yet are copied to memory with the layout of pages, and so are their values.
-    const int64_t page = head_stride / width, copy_size = (end - fresh_begin + page - 1) / page * heads * head_stride;
-    Scratch scratch(memory, few.floats() + 4 * Scratch::floats<const T*>(window) + Scratch::floats<T>(2 * copy_size));
+    FreshCopies<T> fresh(fresh_begin, end, width, heads, head_stride);
+    Scratch scratch(memory, few.floats() + 4 * Scratch::floats<const T*>(window) + Scratch::floats<T>(fresh.numbers()));
     few.begin(source, scratch);
-    T* copies = scratch.take<T>(2 * copy_size);
-    const auto copy_of = [&](int64_t position, int64_t side) {  // side: 0 for keys, 1 for values
-        return copies + side * copy_size + (position - fresh_begin) / page * heads * head_stride +
-               (position - fresh_begin) % page * width;
-    };
-    for (int64_t at = fresh_begin; at < end; at++) {
-        const auto found = source.keys_and_values(at, 1);
-        for (int64_t side = 0; side < 2; side++) {
-            const float* from = found.fresh[side];
-            T* copy = copy_of(at, side);
-            for (int64_t h = 0; h < heads; h++, copy += head_stride, from += width)
-                for (int64_t f = 0; f < width; f++) store(copy, f, from[f]);
-        }
-    }
-    struct WindowRows {
-        const T** rows[2];  // keys and values of the first head
-        int64_t count;
-    } current{}, following{};
-    for (WindowRows* each : {&current, &following})
-        for (int64_t side = 0; side < 2; side++) each->rows[side] = scratch.take<const T*>(window);
-    const auto find_in_pages = [&](const Source& in, WindowRows& found, int64_t from, int64_t to) {
-        for (int64_t tile = from; tile < to; tile += TILE) {
-            const auto lines = in.keys_and_values(tile, std::min(TILE, to - tile));
-            for (int64_t side = 0; side < 2; side++)
-                std::copy_n(lines.stored[side], lines.count, found.rows[side] + found.count);
-            found.count += lines.count;
-        }
-    };
-    const auto find = [&](WindowRows& found, int64_t from, int64_t to) {
+    fresh.copy(source, scratch.take<T>(fresh.numbers()));
+    RowsInOrder<T> current(scratch, window), following(scratch, window);
+    const auto find = [&](RowsInOrder<T>& found, int64_t from, int64_t to) {
         found.count = 0;
         // Keys before the first one are not read: the last one is in their place, with probability zero.
-        for (; from < std::min(to, first); from++, found.count++)
-            for (int64_t side = 0; side < 2; side++) found.rows[side][found.count] = copy_of(end - 1, side);
-        find_in_pages(source, found, from, std::min(to, fresh_begin));
-        for (int64_t at = std::max(from, fresh_begin); at < to; at++, found.count++)
-            for (int64_t side = 0; side < 2; side++) found.rows[side][found.count] = copy_of(at, side);
+        for (; from < std::min(to, first); from++) found.add(fresh.row(0, end - 1), fresh.row(1, end - 1));
+        found.add_pages(source, from, std::min(to, fresh_begin));
+        for (int64_t at = std::max(from, fresh_begin); at < to; at++) found.add(fresh.row(0, at), fresh.row(1, at));
     };
     find(current, begin, std::min(begin + window, end));
     for (int64_t window_begin = begin; window_begin < end; window_begin += window, std::swap(current, following)) {
@@ -101,14 +129,10 @@ void attend_few(
             find(following, window_end, std::min(window_end + window, end));
         } else if (next) {
             const int64_t from = next->first_key(0);
-            find_in_pages(*next, following, from, std::min(from + window, next->before));
+            following.add_pages(*next, from, std::min(from + window, next->before));
             following_heads = next->heads;
         }
-        for (int64_t side = 0; side < 2 && following.count; side++)
-            std::fill(
-                following.rows[side] + following.count, following.rows[side] + window,
-                following.rows[side][following.count - 1]
-            );
+        following.repeat_last(window);
         const Window<T> keys{window_begin, window_end, head_stride, current.rows[0], current.rows[1]};
         for (int64_t h = 0; h < heads; h++)
             for (int64_t at = window_begin; at < window_end; at += SPAN) {
