@@ -9,6 +9,7 @@
 #include "activations.h"
 #include "numbers.h"
 #include "panels.h"
+#include "product.h"
 #include "structs.h"
 #include "tiles.h"
 
@@ -16,26 +17,6 @@ namespace {
 
 constexpr int64_t MOST_TILE_ROWS = 6;  // rows of a register tile, at most: 6 x 4 accumulators of 16
 constexpr int64_t LEAST_TILE_ROWS = (MOST_TILE_ROWS + 1) / 2;  // if there are several tiles, of nearly equal height
-
-// out = f(a W^T + b), where f is `activation`; rows are divided into units of work (`Units`).
-struct Product {
-    const Weight* weight;
-    const void* a;        // rows in the form that `make_operand` gives them for the weight's `operand` ...
-    int64_t lda;          // ... elements between rows, of float32 if `operand` is F32, otherwise of 16 bits
-    const float* scales;  // of each row, if rows are integers
-    void* out;
-    int64_t ldo, store;  // numbers between rows of `out`; STORE, ADD or STORE_BF16
-    Activation activation = Activation::NONE;
-    int64_t outputs = 0;               // of a gated weight: outputs per row
-    float scale = 1.0f;                // ADD: what is added is multiplied by this ...
-    const float* row_scale = nullptr;  // ... and by that of its row, unless null
-    const Weight* next = nullptr;      // the weight of the product after this one, if that is known
-    // If a panel is not stored in the form in which tiles of rows multiply it, the first tile stores that form here for
-    // the others. It is the thread's own memory, so the next block of rows may find the panel there. Null: each tile
-    // multiplies what is stored.
-    void* unpacked = nullptr;
-    bool unpacks = false;  // whether the current tile is to fill `unpacked`, rather than to read it
-};
 
 // Stores V vectors of a tile's rows, or adds them to what is stored, from row `row` and output `first` on. Not WHOLE:
 // the last lanes may not be outputs. A row's old numbers are all read before any is written, because a store may wait

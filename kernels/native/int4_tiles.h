@@ -29,6 +29,17 @@ inline int64_t unpacked_at(const Weight& w, int64_t vector) {
     return vector / UNPACKED_VECTORS * (w.kpad / 4 * UNPACKED_VECTORS * LINE) + vector % UNPACKED_VECTORS * LINE;
 }
 
+// A group of int4 weights of a panel, and the rows that it is multiplied with.
+struct Int4Group {
+    const Weight& w;
+    int64_t scales, count;      // index of the first output's scale; inputs
+    const int8_t* a;            // the first row, from the group's first input on
+    int64_t lda;                // bytes between rows
+    const int32_t* correction;  // of each row
+    bool is_first;              // whether results are stored, rather than added to those of the groups before
+    float* out;                 // [rows, PANEL]
+};
+
 // Sums of a group of int4 weights with rows of SUMMED_BYTES are exact integers. They begin with `correction`, for the
 // weights' offset of 8: of each row, -8 times the sum of its numbers in the group. ZEROS: zero points are subtracted as
 // float32 instead, exactly up to 8,192 inputs a group.
@@ -50,20 +61,20 @@ inline ALWAYS Floats add_scaled(
     return fmadd(exact, scale, total);
 }
 
-// Adds the sums, times the scales of their outputs, to `out` [R, PANEL], or stores them there (`from_zero`).
+// Adds the sums, times the scales of their outputs, to the group's results.
 template <int R, int V, bool ZEROS>
-inline ALWAYS void finish_group(
-    Words (&sum)[R][V], const int32_t* correction, const Weight& w, int64_t scales, bool from_zero, float* out
-) {
+inline ALWAYS void finish_group(Words (&sum)[R][V], const Int4Group& of) {
+    const Int4Group group = of;  // a copy, which no store of a vector can change
+    const Weight& w = group.w;
     in_registers(sum);
     unrolled<V>([&](int v) ALWAYS {
-        const Floats scale = group_scales(w, scales + v * 16);
+        const int64_t scales = group.scales + v * 16;
+        const Floats scale = group_scales(w, scales);
         unrolled<R>([&](int r) ALWAYS {
-            float* const total = out + r * PANEL + v * 16;
-            const Floats before = from_zero ? zero() : load_floats(total);
-            store_floats(
-                total, add_scaled<ZEROS>(sum[r][v], splat(float(correction[r])), w, scales + v * 16, scale, before)
-            );
+            float* const total = group.out + r * PANEL + v * 16;
+            const Floats before = group.is_first ? zero() : load_floats(total);
+            const Floats correction = splat(float(group.correction[r]));
+            store_floats(total, add_scaled<ZEROS>(sum[r][v], correction, w, scales, scale, before));
         });
     });
 }
@@ -93,13 +104,11 @@ inline ALWAYS void add_block(const int8_t* a, int64_t lda, const Load& load, Wor
 // A group that another tile has unpacked to bytes. Each group is a call: in a loop over groups, GCC would keep sums in
 // memory.
 template <int R, int V, bool ZEROS>
-__attribute__((noinline)) void add_unpacked_group(
-    const int8_t* a, int64_t lda, int64_t count, const uint8_t* b, const int32_t* correction, const Weight& w,
-    int64_t scales, bool from_zero, Prefetch& ahead, float* out
-) {
-    const int8_t* const a_end = a + count;
+__attribute__((noinline)) void add_unpacked_group(const Int4Group& group, const uint8_t* b, Prefetch& ahead) {
+    const int8_t *a = group.a, *const a_end = a + group.count;
+    const int64_t lda = group.lda;
     Words sum[R][V];
-    begin_group<R, V, ZEROS>(correction, sum);
+    begin_group<R, V, ZEROS>(group.correction, sum);
 #if !BYTE_DOTS
     for (; a < a_end; a += SUMMED, b += SUMMED / 4 * UNPACKED_VECTORS * LINE) {
         ahead.step(), ahead.step();
@@ -123,19 +132,20 @@ __attribute__((noinline)) void add_unpacked_group(
         }
     }
 #endif
-    finish_group<R, V, ZEROS>(sum, correction, w, scales, from_zero, out);
+    finish_group<R, V, ZEROS>(sum, group);
 }
 
 // A group whose numbers are unpacked in registers and, if KEPT, stored for other tiles.
 template <int R, int V, bool KEPT, bool ZEROS>
 __attribute__((noinline)) void add_packed_group(
-    const int8_t* a, int64_t lda, int64_t count, const uint8_t* b, uint8_t* unpacked, int64_t first,
-    const int32_t* correction, const Weight& w, int64_t scales, bool from_zero, Prefetch& ahead, float* out
+    const Int4Group& group, const uint8_t* b, uint8_t* unpacked, int64_t first, Prefetch& ahead
 ) {
+    const Weight& w = group.w;
     const int64_t step = R <= 2 ? PREFETCHED_LINE_STEP * LINE : LINE;
-    const int8_t* const a_end = a + count;
+    const int8_t *a = group.a, *const a_end = a + group.count;
+    const int64_t lda = group.lda;
     Words sum[R][V];
-    begin_group<R, V, ZEROS>(correction, sum);
+    begin_group<R, V, ZEROS>(group.correction, sum);
     constexpr int64_t INPUTS = BYTE_DOTS ? 4 * PREFETCH_STEPS : SUMMED;  // at a time
     for (; a < a_end; a += INPUTS) {
         ahead.step();
@@ -158,16 +168,16 @@ __attribute__((noinline)) void add_packed_group(
         add_block(a, lda, unpack, sum);
 #endif
     }
-    finish_group<R, V, ZEROS>(sum, correction, w, scales, from_zero, out);
+    finish_group<R, V, ZEROS>(sum, group);
 }
 
-// Rows of SUMMED_BYTES times a panel of int4 weights. `unpacked`: null if there is only one tile; else the first tile
-// stores the panel there for the others.
+// R rows of SUMMED_BYTES, from row `row` on, times a panel of int4 weights.
 template <int R>
-void tile_int4_bytes(
-    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, uint8_t* unpacked, bool unpacks,
-    Prefetch ahead, float* out
-) {
+void tile_int4_bytes(const Product& product, int64_t row, int64_t panel, Prefetch ahead, float* out) {
+    const Weight& w = *product.weight;
+    const int8_t* const a = product.row_bytes(row);
+    const int64_t lda = product.ld_bytes();
+    uint8_t* const unpacked = static_cast<uint8_t*>(product.unpacked);
     constexpr int V = bytes_beside(R);
     const int64_t groups = scale_groups(w);
     const uint8_t* const packed = panel_data(w, panel);
@@ -184,22 +194,14 @@ void tile_int4_bytes(
                     std::memcpy(&all, a + r * lda + w.kpad + end / SUMMED * 4, 4);
                     correction[r] = int32_t(all - before);
                 }
-                const int8_t* const x = a + begin;
                 uint8_t* const bytes = unpacked ? unpacked + unpacked_at(w, first) + begin / 4 * UNPACKED_VECTORS * LINE
                                                 : nullptr;
-                float* const to = out + first * 16;
                 const uint8_t* const b = packed + begin * PANEL / 2;
-                if (!bytes)
-                    add_packed_group<R, V, false, ZEROS>(
-                        x, lda, end - begin, b, bytes, first, correction, w, at, !g, ahead, to
-                    );
+                const Int4Group group{w, at, end - begin, a + begin, lda, correction, !g, out + first * 16};
+                if (!bytes) add_packed_group<R, V, false, ZEROS>(group, b, bytes, first, ahead);
                 else if constexpr (R >= LEAST_TILE_ROWS) {
-                    if (unpacks)
-                        add_packed_group<R, V, true, ZEROS>(
-                            x, lda, end - begin, b, bytes, first, correction, w, at, !g, ahead, to
-                        );
-                    else if constexpr (!INT4_TILES)
-                        add_unpacked_group<R, V, ZEROS>(x, lda, end - begin, bytes, correction, w, at, !g, ahead, to);
+                    if (product.unpacks) add_packed_group<R, V, true, ZEROS>(group, b, bytes, first, ahead);
+                    else if constexpr (!INT4_TILES) add_unpacked_group<R, V, ZEROS>(group, bytes, ahead);
                 }
             }
     };
@@ -207,7 +209,9 @@ void tile_int4_bytes(
     else run(std::false_type());
     for (int r = 0; r < R; r++)
         for (int v = 0; v < 4; v++)
-            store_floats(out + r * PANEL + v * 16, load_floats(out + r * PANEL + v * 16) * splat(scales[r]));
+            store_floats(
+                out + r * PANEL + v * 16, load_floats(out + r * PANEL + v * 16) * splat(product.scales[row + r])
+            );
 }
 
 // Of an unpacked panel, for `row_tiles`.
@@ -223,9 +227,9 @@ struct Int4Words {
         TilesPrefetch ahead, const Finish& finish
     ) {
         const Weight& w = *product.weight;
-        const int64_t lda = 2 * product.lda, begin = panel * PANEL + first * 16, inputs = w.kpad, group = w.group,
+        const int64_t lda = product.ld_bytes(), begin = panel * PANEL + first * 16, inputs = w.kpad, group = w.group,
                       groups = scale_groups(w);
-        const char* a = static_cast<const char*>(product.a) + row * lda;
+        const char* a = reinterpret_cast<const char*>(product.row_bytes(row));
         for (int64_t left = count; left; left--, row += R, a += R * lda) {
             fetch_outputs<R, V>(product, row, begin);
             const int64_t lines = left <= ahead.tiles ? ahead.lines : 0;

@@ -54,10 +54,7 @@ constexpr int64_t UNIT_ROW_BYTES = 1 << 20;
 
 // In scaled.h.
 template <int R>
-void tile_scaled(
-    const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, void* unpacked,
-    bool unpacks, Prefetch ahead, float* out
-);
+void tile_scaled(const Product& product, int64_t row, int64_t panel, Inputs inputs, Prefetch ahead, float* out);
 
 // R rows, from row `row` on, times V vectors of a panel's outputs, from vector `first` on, for some of the inputs. They
 // are added to `sums` [R, PANEL], unless they are the first inputs. After the last inputs the outputs are stored.
@@ -69,31 +66,17 @@ void tile(
     const int64_t begin = panel * PANEL + first * 16;
     const bool last = inputs.end == w.kpad;
     if (last) fetch_outputs<R, V>(product, row, begin);
-    const uint16_t* a = static_cast<const uint16_t*>(product.a) + row * product.lda;
 #if !AMX_TILES
-    if (w.kind == BF16)
-        tile_bf16<R, V>(
-            a, product.lda, w, panel, first, inputs, static_cast<float*>(product.unpacked), product.unpacks, ahead, sums
-        );
+    if (w.kind == BF16) tile_bf16<R, V>(product, row, panel, first, inputs, ahead, sums);
 #endif
-    if (w.kind == F32)
-        tile_f32<R>(static_cast<const float*>(product.a) + row * product.lda, product.lda, w, panel, sums);
-    if constexpr (V == 4)
-        if (is_unpacked(w))
-            tile_scaled<R>(
-                product.a, row, product.lda, w, panel, inputs, product.unpacked, product.unpacks, ahead, sums
-            );
-    const int8_t* bytes = reinterpret_cast<const int8_t*>(a);
-    if constexpr (V == 4)
-        if (w.operand == SUMMED_BYTES)
-            tile_int4_bytes<R>(
-                bytes, 2 * product.lda, product.scales + row, w, panel, static_cast<uint8_t*>(product.unpacked),
-                product.unpacks, ahead, sums
-            );
+    if (w.kind == F32) tile_f32<R>(product, row, panel, sums);
+    if constexpr (V == 4) {
+        if (is_unpacked(w)) tile_scaled<R>(product, row, panel, inputs, ahead, sums);
+        if (w.operand == SUMMED_BYTES) tile_int4_bytes<R>(product, row, panel, ahead, sums);
+    }
     if constexpr (R <= INTEGER_TILE_ROWS) {
-        if (w.operand == INT8)
-            tile_int8<R, V>(bytes, 2 * product.lda, product.scales + row, w, panel, first, ahead, sums);
-        if (w.operand == INT4) tile_int4<R>(bytes, 2 * product.lda, product.scales + row, w, panel, ahead, sums);
+        if (w.operand == INT8) tile_int8<R, V>(product, row, panel, first, ahead, sums);
+        if (w.operand == INT4) tile_int4<R>(product, row, panel, ahead, sums);
     }
     if (last) finish<V>(product, sums, row, R, begin);
 }

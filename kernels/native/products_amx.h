@@ -25,10 +25,10 @@ namespace {
 template <int V>
 void scale_bytes(const Product& product, int64_t row, int64_t rows, int64_t panel, int64_t first, float* sums) {
     const Weight& w = *product.weight;
-    const char* corrections = static_cast<const char*>(product.a) + 2 * row * product.lda + w.kpad;
+    const int8_t* corrections = product.row_bytes(row) + w.kpad;
     Floats scale[V];
     for (int v = 0; v < V; v++) scale[v] = load_floats(w.scale + panel * PANEL + (first + v) * 16);
-    for (int64_t r = 0; r < rows; r++, corrections += 2 * product.lda, sums += PANEL)
+    for (int64_t r = 0; r < rows; r++, corrections += product.ld_bytes(), sums += PANEL)
         for (int v = 0; v < V; v++) {
             const Words sum = add32(load_words(sums + v * 16), broadcast_word(corrections));
             store_floats(sums + v * 16, (to_floats(sum) * splat(product.scales[row + r])) * scale[v]);
@@ -40,8 +40,8 @@ void scale_bytes(const Product& product, int64_t row, int64_t rows, int64_t pane
 template <int V>
 void scale_integers(const Product& product, int64_t row, int64_t rows, int64_t panel, int64_t first, float* sums) {
     const Weight& w = *product.weight;
-    const char* corrections = static_cast<const char*>(product.a) + 2 * row * product.lda + 2 * w.kpad;
-    for (int64_t r = 0; r < rows; r++, corrections += 2 * product.lda, sums += PANEL)
+    const int8_t* corrections = product.row_bytes(row) + 2 * w.kpad;
+    for (int64_t r = 0; r < rows; r++, corrections += product.ld_bytes(), sums += PANEL)
         for (int v = 0; v < V; v++) {
             const Words low = load_words(sums + v * 16), high = load_words(sums + AMX_ROWS * PANEL + v * 16);
             const LongSum sum =
@@ -89,8 +89,7 @@ void one_tile(const Product& product, int64_t row, int64_t rows, int64_t panel, 
     const Weight& w = *product.weight;
     const int64_t groups = summed_groups(w), length = w.kpad * Dot::SIZE,
                   width = groups > 1 ? w.group * Dot::SIZE : length;
-    const TileRows a =
-        TileRows::consecutive(static_cast<const uint16_t*>(product.a) + row * product.lda, 2 * product.lda, rows);
+    const TileRows a = TileRows::consecutive(product.row_bytes(row), product.ld_bytes(), rows);
     alignas(64) float sums[AMX_ROWS * PANEL], totals[AMX_ROWS * PANEL];
     for (int64_t r = 0; r < rows; r++) fetch_outputs<1, V>(product, row + r, panel * PANEL + first * 16);
     Block::begin(a);

@@ -95,9 +95,9 @@ struct WordTiles {
         const Product& product, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first,
         TilesPrefetch ahead, const Finish& finish
     ) {
-        const int64_t lda = 2 * product.lda, begin = panel * PANEL + first * 16,
+        const int64_t lda = product.ld_bytes(), begin = panel * PANEL + first * 16,
                       bytes = 4 * Cells::steps(*product.weight);
-        const char* a = static_cast<const char*>(product.a) + row * lda;
+        const char* a = reinterpret_cast<const char*>(product.row_bytes(row));
         columns += first * LINE;
         for (int64_t left = count; left; left--, row += R, a += R * lda) {
             const int64_t lines = left <= ahead.tiles ? ahead.lines : 0;

@@ -307,18 +307,16 @@ void tile_of_numbers(
     });
 }
 
-// R rows times a panel. `unpacked`: null if there is only one tile; else the first tile stores these inputs of the
-// panel there for the others. Without instructions for bfloat16, rows of it are widened first.
+// R rows times a panel. Without instructions for bfloat16, rows of it are widened first.
 template <int R>
-void tile_scaled(
-    const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, void* unpacked,
-    bool unpacks, Prefetch ahead, float* out
-) {
+void tile_scaled(const Product& product, int64_t row, int64_t panel, Inputs inputs, Prefetch ahead, float* out) {
+    const Weight& w = *product.weight;
     const auto run = [&](auto kind, const auto* a, int64_t apart) {
         using Rows = decltype(kind);
         if constexpr (R >= LEAST_TILE_ROWS)
-            if (auto* const numbers = static_cast<typename Rows::Element*>(unpacked)) {
-                if (unpacks) return tile_of_numbers<Rows, true, R>(a, apart, w, panel, inputs, numbers, ahead, out);
+            if (auto* const numbers = static_cast<typename Rows::Element*>(product.unpacked)) {
+                if (product.unpacks)
+                    return tile_of_numbers<Rows, true, R>(a, apart, w, panel, inputs, numbers, ahead, out);
                 constexpr int W = vectors_beside(R);
                 for (int64_t first = 0; first < 4; first += W)
                     tile_unpacked<R, W>(
@@ -328,15 +326,14 @@ void tile_scaled(
             }
         tile_of_numbers<Rows, false, R>(a, apart, w, panel, inputs, nullptr, ahead, out);
     };
-    if (w.operand != BF16) return run(PairsOfF32(), static_cast<const float*>(rows) + row * lda + inputs.begin, lda);
+    if (w.operand != BF16) return run(PairsOfF32(), product.row<float>(row) + inputs.begin, product.lda);
 #if PAIR_PRODUCTS
-    run(PairsOfBf16(), static_cast<const uint16_t*>(rows) + row * lda + inputs.begin, lda);
+    run(PairsOfBf16(), product.row<uint16_t>(row) + inputs.begin, product.lda);
 #elif !AMX_TILES
-    const uint16_t* a = static_cast<const uint16_t*>(rows) + row * lda + inputs.begin;
     // Rows that are a power of two apart would share sets of the cache.
     const int64_t count = inputs.end - inputs.begin, apart = count + 16;
     float* const widened = thread_memory<Use::ROWS_OR_SUMS>(R * apart);
-    widen_rows(a, lda, R, count, widened, apart);
+    widen_rows(product.row<uint16_t>(row) + inputs.begin, product.lda, R, count, widened, apart);
     run(PairsOfF32(), widened, apart);
 #endif
 }

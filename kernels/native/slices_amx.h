@@ -145,9 +145,9 @@ struct RowBlocks {
     // The number of the block's first rows that are in the block before it too.
     int64_t repeated(int64_t block) const { return begin + block * height() - first(block); }
     TileRows tiles(int64_t block) const {
-        const void* const at = static_cast<const uint16_t*>(product.a) + first(block) * product.lda;
-        return planes ? TileRows::planes(at, 2 * product.lda, rows(), product.weight->kpad)
-                      : TileRows::consecutive(at, 2 * product.lda, rows());
+        const void* const at = product.row_bytes(first(block));
+        return planes ? TileRows::planes(at, product.ld_bytes(), rows(), product.weight->kpad)
+                      : TileRows::consecutive(at, product.ld_bytes(), rows());
     }
 };
 

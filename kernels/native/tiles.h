@@ -11,6 +11,7 @@
 #include "numbers.h"
 #include "panels.h"
 #include "processor.h"
+#include "product.h"
 #include "structs.h"
 #include "threads.h"
 #include "vectors.h"
@@ -198,14 +199,15 @@ __attribute__((noinline)) void add_slice(
 #if PAIR_PRODUCTS
 template <int R, int V>
 void tile_bf16(
-    const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, float*, bool,
-    Prefetch ahead, float* sums
+    const Product& product, int64_t row, int64_t panel, int64_t first, Inputs inputs, Prefetch ahead, float* sums
 ) {
     constexpr int W = vectors_beside(R) < V ? vectors_beside(R) : V;
+    const Weight& w = *product.weight;
+    const uint16_t* const a = product.row<uint16_t>(row) + inputs.begin;
     const uint16_t* b = static_cast<const uint16_t*>(w.data) + (panel * w.kpad + inputs.begin) * PANEL + first * 32;
     for (int v = 0; v < V; v += W)
         add_slice<R, W>(
-            a + inputs.begin, lda, inputs.end - inputs.begin, b + v * 32, !inputs.begin, W < V && v == 0,
+            a, product.lda, inputs.end - inputs.begin, b + v * 32, !inputs.begin, W < V && v == 0,
             v ? Prefetch{} : ahead, sums + v * 16
         );
 }
@@ -270,24 +272,23 @@ inline void widen_rows(const uint16_t* a, int64_t lda, int64_t rows, int64_t cou
     }
 }
 
-// `unpacked`: null if there is only one tile; else the first tile stores these inputs of the panel there for the
-// others.
 template <int R, int V>
 void tile_bf16(
-    const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, float* unpacked,
-    bool unpacks, Prefetch ahead, float* sums
+    const Product& product, int64_t row, int64_t panel, int64_t first, Inputs inputs, Prefetch ahead, float* sums
 ) {
     constexpr int W = vectors_beside(R) < V ? vectors_beside(R) : V;
+    const Weight& w = *product.weight;
+    float* const unpacked = static_cast<float*>(product.unpacked);
     const uint16_t* b = static_cast<const uint16_t*>(w.data) + (panel * w.kpad + inputs.begin) * PANEL + first * 32;
     alignas(64) float rows[R * WIDENED_INPUTS];
     for (int64_t begin = inputs.begin; begin < inputs.end; begin += WIDENED_INPUTS) {
         const int64_t count = std::min(WIDENED_INPUTS, inputs.end - begin), offset = (begin - inputs.begin) * PANEL;
-        widen_rows(a + begin, lda, R, count, rows, WIDENED_INPUTS);
+        widen_rows(product.row<uint16_t>(row) + begin, product.lda, R, count, rows, WIDENED_INPUTS);
         for (int v = 0; v < V; v += W) {
             const bool others = W < V && v == 0;
             const Prefetch then = v ? Prefetch{} : ahead;
             float* const kept = unpacked ? unpacked + offset + (first + v) * 16 : nullptr;
-            if (unpacked && !unpacks) {
+            if (unpacked && !product.unpacks) {
                 add_slice<R, W>(
                     rows, WIDENED_INPUTS, count, static_cast<const float*>(kept), !begin, others, then, sums + v * 16
                 );
@@ -410,10 +411,11 @@ __attribute__((noinline)) void add_int8(
 // R rows of integers of 16 bits times V vectors of an int8 panel, from vector `first` on. Outputs are stored in `out`,
 // rows of which are PANEL apart.
 template <int R, int V>
-void tile_int8(
-    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int64_t first, Prefetch ahead,
-    float* out
-) {
+void tile_int8(const Product& product, int64_t row, int64_t panel, int64_t first, Prefetch ahead, float* out) {
+    const Weight& w = *product.weight;
+    const int8_t* const a = product.row_bytes(row);
+    const int64_t lda = product.ld_bytes();
+    const float* const scales = product.scales + row;
     constexpr int W = integers_beside(R) < V ? integers_beside(R) : V;
     const int64_t each = INTEGER_HALVES ? SUMMED_INPUTS : w.kpad;
     const uint8_t* const columns = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL + first * 64;
@@ -462,9 +464,11 @@ inline ALWAYS Floats group_sum(const Words (&sum)[ROW_PARTS]) {
 // which are PANEL apart.
 template <int R, int V>
 __attribute__((noinline)) void add_int4(
-    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int first, Prefetch ahead,
-    float* out
+    const Product& product, int64_t row, int64_t panel, int first, Prefetch ahead, float* out
 ) {
+    const Weight& w = *product.weight;
+    const int8_t* a = product.row_bytes(row);
+    const int64_t lda = product.ld_bytes();
     const int64_t groups = w.kpad / GROUP, highs = highs_at(w.kpad);
     const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL / 2;
     const int8_t* corrections = a + 2 * w.kpad;
@@ -488,16 +492,16 @@ __attribute__((noinline)) void add_int4(
         });
     }
     unrolled<V>([&](int v) ALWAYS {
-        unrolled<R>([&](int r) ALWAYS { store_floats(out + r * PANEL + v * 16, total[v][r] * splat(scales[r])); });
+        unrolled<R>([&](int r) ALWAYS {
+            store_floats(out + r * PANEL + v * 16, total[v][r] * splat(product.scales[row + r]));
+        });
     });
 }
 
 template <int R>
-void tile_int4(
-    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, Prefetch ahead, float* out
-) {
+void tile_int4(const Product& product, int64_t row, int64_t panel, Prefetch ahead, float* out) {
     constexpr int W = VECTOR_REGISTERS == 1 ? 4 : 1;
-    for (int v = 0; v < 4; v += W) add_int4<R, W>(a, lda, scales, w, panel, v, v ? Prefetch{} : ahead, out + v * 16);
+    for (int v = 0; v < 4; v += W) add_int4<R, W>(product, row, panel, v, v ? Prefetch{} : ahead, out + v * 16);
 }
 
 // The scales of 16 outputs of a group. `at`: of the first one in Weight::scale or bf16_scale.
@@ -507,7 +511,10 @@ inline Floats group_scales(const Weight& w, int64_t at) {
 
 // float32 weights stay in rows, [n, k]: outputs are dot products, some at a time.
 template <int R>
-void tile_f32(const float* a, int64_t lda, const Weight& w, int64_t panel, float* out) {
+void tile_f32(const Product& product, int64_t row, int64_t panel, float* out) {
+    const Weight& w = *product.weight;
+    const float* const a = product.row<float>(row);
+    const int64_t lda = product.lda;
     const float* data = static_cast<const float*>(w.data);
     const int64_t last = std::min(w.n, (panel + 1) * PANEL) - 1;
     constexpr int W = vectors_beside(R);
