@@ -287,15 +287,15 @@ struct Int4Words {
 
 // Rows [begin, end) times an unpacked panel.
 template <int V>
-void int4_tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, const char* next) {
+void int4_tiles(const Product& product, int64_t begin, int64_t end, PanelPart part) {
     if constexpr (INT4_TILES) {
         const Weight& w = *product.weight;
         const auto* const bytes = static_cast<const uint8_t*>(product.unpacked);
-        for (int64_t first = 0; first < 4 && panel * PANEL + first * 16 < w.n; first += V) {
-            const uint8_t* const columns = bytes + unpacked_at(w, first);
-            const char* const prefetched = first ? nullptr : next;
-            if (w.zeros) row_tiles<Int4Words<true>, V>(product, begin, end, columns, panel, first, prefetched);
-            else row_tiles<Int4Words<false>, V>(product, begin, end, columns, panel, first, prefetched);
+        for (part.first = 0; part.first < 4 && part.panel * PANEL + part.first * 16 < w.n;
+             part.first += V, part.next = nullptr) {
+            const uint8_t* const columns = bytes + unpacked_at(w, part.first);
+            if (w.zeros) row_tiles<Int4Words<true>, V>(product, begin, end, columns, part);
+            else row_tiles<Int4Words<false>, V>(product, begin, end, columns, part);
         }
     }
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "activations.h"
 #include "structs.h"
@@ -36,5 +37,19 @@ struct Product {
     const int8_t* row_bytes(int64_t r) const { return reinterpret_cast<const int8_t*>(row<uint16_t>(r)); }
     int64_t ld_bytes() const { return 2 * lda; }
 };
+
+// `count` vectors of 16 outputs of a panel, from vector `first` on.
+struct PanelPart {
+    int64_t panel, first, count;
+    const char* next;  // the panel that the last tiles of rows prefetch, or null
+};
+
+// f(count) with the number of vectors, which is 1, 2 or 4, as a constant.
+template <class F>
+void with_vectors(int64_t count, F&& f) {
+    if (count == 4) f(std::integral_constant<int, 4>());
+    else if (count == 2) f(std::integral_constant<int, 2>());
+    else f(std::integral_constant<int, 1>());
+}
 
 }  // namespace

@@ -41,10 +41,7 @@ constexpr int64_t LEAST_DIVIDED_INPUTS = 1024;  // only panels of at least so ma
 // panels, all of which are multiplied with LONG_BYTES of each row before the next ones.
 constexpr int64_t LONG_INPUTS = 3072, LONG_BYTES = 2048, LONG_ROWS = 64, LONG_BLOCK = 256, LONG_PANELS = 8;
 // In products_amx.h.
-void amx_tiles(
-    const Product& product, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first, int64_t count,
-    const char* next
-);
+void amx_tiles(const Product& product, int64_t begin, int64_t end, PanelPart part, int64_t panels_end);
 #else
 constexpr int64_t LONG_INPUTS = INT64_MAX, LONG_BLOCK = 1, LONG_ROWS = 1, LONG_PANELS = 1;
 #endif
@@ -140,50 +137,46 @@ bool are_words(const Weight& w, const Division& division) {
 
 // `tiles` below, for such panels. `already_unpacked`: whether product.unpacked holds the panel.
 void word_tiles(
-    Product& product, const Division& division, bool already_unpacked, int64_t begin, int64_t end, int64_t panel,
-    int64_t first, int64_t count, const char* next
+    Product& product, const Division& division, bool already_unpacked, int64_t begin, int64_t end, PanelPart part
 ) {
     const Weight& w = *product.weight;
     if (product.unpacked && !already_unpacked) {  // the first tile stores the panel for the others
         alignas(64) float sums[MOST_TILE_ROWS * PANEL];
         const int64_t rows = (end - begin) / division.tile_count;
         product.unpacks = true;
-        tile_of<4>(rows, product, begin, panel, first, {0, w.kpad}, {}, sums);
+        tile_of<4>(rows, product, begin, part.panel, part.first, {0, w.kpad}, {}, sums);
         begin += rows;
     }
-    if (w.operand == SUMMED_BYTES) return int4_tiles<UNPACKED_VECTORS>(product, begin, end, panel, next);
+    if (w.operand == SUMMED_BYTES) return int4_tiles<UNPACKED_VECTORS>(product, begin, end, part);
 #if PAIR_PRODUCTS
-    const void* const columns = product.unpacked ? product.unpacked : panel_data(w, panel);
-    row_tiles<WordTiles<PairWords>>(
-        product, begin, end, static_cast<const uint8_t*>(columns), panel, first, count, next
-    );
+    const void* const columns = product.unpacked ? product.unpacked : panel_data(w, part.panel);
+    row_tiles<WordTiles<PairWords>>(product, begin, end, static_cast<const uint8_t*>(columns), part);
 #endif
 }
 
 // `tiles` below for others, one tile at a time.
 void slice_tiles(
-    Product& product, const Division& division, bool already_unpacked, int64_t begin, int64_t end, int64_t panel,
-    int64_t first, int64_t count, const char* next
+    Product& product, const Division& division, bool already_unpacked, int64_t begin, int64_t end, PanelPart part
 ) {
     const Weight& w = *product.weight;
-    const char* const stored = panel_data<char>(w, panel);
+    const char* const stored = panel_data<char>(w, part.panel);
     const int64_t tile_count = division.tile_count,
                   inputs_each = (w.kind == INT8 || w.kind == INT4 ? 4 : 2) * PREFETCH_STEPS;
     alignas(64) float sums[MOST_SLICED_TILES * MOST_TILE_ROWS * PANEL];
     for (int64_t at = 0; at < w.kpad; at += division.length) {
         const Inputs inputs{at, std::min(at + division.length, w.kpad)};
         const int64_t bytes = panel_bytes(w) * (inputs.end - at) / w.kpad, steps = (inputs.end - at) / inputs_each + 1;
-        const char* const following = count == 4 && inputs.end < w.kpad ? stored + panel_bytes(w) * inputs.end / w.kpad
-                                                                        : next;
+        const char* const following =
+            part.count == 4 && inputs.end < w.kpad ? stored + panel_bytes(w) * inputs.end / w.kpad : part.next;
         for (int64_t i = 0; i < tile_count; i++) {
             product.unpacks = i == 0 && !already_unpacked;
             const int64_t from = begin + (end - begin) * i / tile_count,
                           to = begin + (end - begin) * (i + 1) / tile_count;
             const Prefetch ahead = prefetch_of(i, tile_count, tile_count > 1 ? following : nullptr, bytes, steps);
             float* const kept = sums + (division.sliced ? (from - begin) * PANEL : 0);
-            if (count == 4) tile_of<4>(to - from, product, from, panel, first, inputs, ahead, kept);
-            else if (count == 2) tile_of<2>(to - from, product, from, panel, first, inputs, ahead, kept);
-            else tile_of<1>(to - from, product, from, panel, first, inputs, ahead, kept);
+            with_vectors(part.count, [&](auto vectors) {
+                tile_of<vectors()>(to - from, product, from, part.panel, part.first, inputs, ahead, kept);
+            });
         }
     }
 }
@@ -193,29 +186,23 @@ bool multiplies_slices(const Weight& w) {
     return AMX_TILES && (w.operand == BF16 || w.operand == BYTES || w.operand == INT8);
 }
 
-// Rows [begin, end) times `count` vectors of a panel, from vector `first` on. `next`: a panel to prefetch during the
-// last tiles; a single tile does not prefetch.
-void tiles(
-    const Product& original, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next
-) {
+// Rows [begin, end) times a part of a panel. A single tile does not prefetch.
+void tiles(const Product& original, int64_t begin, int64_t end, PanelPart part) {
     const Weight& w = *original.weight;
 #if AMX_TILES
     // Rows that are multiplied without tiles of AMX.
     const int64_t few = w.operand == BF16 ? 0 : w.operand == BYTES ? MOST_TILE_ROWS : INTEGER_TILE_ROWS;
-    if (multiplies_slices(w) && end - begin > few)
-        return amx_tiles(original, begin, end, panel, panel + 1, first, count, next);
+    if (multiplies_slices(w) && end - begin > few) return amx_tiles(original, begin, end, part, part.panel + 1);
 #endif
-    if (w.operand == BYTES) {
-        const uint8_t* const columns = panel_data(w, panel);
-        return row_tiles<WordTiles<ByteWords>>(original, begin, end, columns, panel, first, count, next);
-    }
+    if (w.operand == BYTES)
+        return row_tiles<WordTiles<ByteWords>>(original, begin, end, panel_data(w, part.panel), part);
     const Division division(w, end - begin);
     Product product = original;
     if (const int64_t size = unpacked_size(w, division)) product.unpacked = thread_memory<Use::PANEL>(size);
     const bool already_unpacked = product.unpacked &&
-                                  unpacked_before(w, division.length == w.kpad && count == 4 ? panel : -1);
-    if (are_words(w, division)) word_tiles(product, division, already_unpacked, begin, end, panel, first, count, next);
-    else slice_tiles(product, division, already_unpacked, begin, end, panel, first, count, next);
+                                  unpacked_before(w, division.length == w.kpad && part.count == 4 ? part.panel : -1);
+    if (are_words(w, division)) word_tiles(product, division, already_unpacked, begin, end, part);
+    else slice_tiles(product, division, already_unpacked, begin, end, part);
 }
 
 // Whether rows and a panel are too long for the second-level cache.
@@ -280,7 +267,8 @@ void run_rows(const Product& product, const Units& units, int64_t unit, int64_t 
     const int64_t from = units.panel_of(unit), to = std::min(from + units.unit_panels, panels_of(*product.weight)),
                   first = units.first_part(unit) * (4 / units.parts);
 #if AMX_TILES
-    if (units.unit_panels > 1 && end - begin >= LONG_ROWS) return amx_tiles(product, begin, end, from, to, 0, 4, next);
+    if (units.unit_panels > 1 && end - begin >= LONG_ROWS)
+        return amx_tiles(product, begin, end, {from, 0, 4, next}, to);
 #endif
     for (int64_t panel = from; panel < to; panel++) {
         const int64_t left = product.weight->n - panel * PANEL - first * 16;
@@ -288,7 +276,7 @@ void run_rows(const Product& product, const Units& units, int64_t unit, int64_t 
         const int64_t needed = left > 32 || !divisible(*product.weight) ? 4
                                : left > 16 || product.weight->gated     ? 2
                                                                         : 1;
-        tiles(product, begin, end, panel, first, std::min(4 / units.parts, needed), next);
+        tiles(product, begin, end, {panel, first, std::min(4 / units.parts, needed), next});
     }
 }
 

@@ -112,27 +112,25 @@ void one_tile(const Product& product, int64_t row, int64_t rows, int64_t panel, 
     finish_tiles<V>(product, row, rows, panel, first, groups, groups > 1 ? totals : sums);
 }
 
-// Rows [begin, end) times V vectors of panels [panel, panels_end), in slices. Several panels are multiplied in turn
-// with LONG_BYTES of the rows, which stay in the second-level cache for all of them.
+// Rows [begin, end) times V vectors of panels [part.panel, panels_end), in slices. Several panels are multiplied in
+// turn with LONG_BYTES of the rows, which stay in the second-level cache for all of them.
 template <class Dot, int V>
-void sliced_panels(
-    const Product& product, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first,
-    const char* next
-) {
+void sliced_panels(const Product& product, int64_t begin, int64_t end, PanelPart part, int64_t panels_end) {
+    const int64_t first = part.first;
     const Weight& w = *product.weight;
     const RowBlocks blocks{product, begin, end, w.operand == INT8};
     const int64_t groups = summed_groups(w), length = w.kpad * Dot::SIZE, size = blocks.count() * HEIGHT * PANEL;
-    const int64_t each = panels_end - panel > 1 ? LONG_BYTES : length;
-    float* const sums = thread_memory<Use::ROWS_OR_SUMS>(size * (panels_end - panel));
+    const int64_t each = panels_end - part.panel > 1 ? LONG_BYTES : length;
+    float* const sums = thread_memory<Use::ROWS_OR_SUMS>(size * (panels_end - part.panel));
     // where panel p stores the inputs from byte `at` of the rows on
     const auto stored = [&](int64_t p, int64_t at) { return panel_data<char>(w, p) + panel_bytes(w) * at / length; };
     for (int64_t at = 0; at < length; at += each)
-        for (int64_t p = panel; p < panels_end; p++) {
+        for (int64_t p = part.panel; p < panels_end; p++) {
             const Inputs inputs{at, std::min(length, at + each)};
             const char* const following = p + 1 < panels_end    ? stored(p + 1, at)
-                                          : inputs.end < length ? stored(panel, inputs.end)
-                                                                : next;
-            SlicedProduct<Dot, V> sliced(blocks, groups, sums + (p - panel) * size);
+                                          : inputs.end < length ? stored(part.panel, inputs.end)
+                                                                : part.next;
+            SlicedProduct<Dot, V> sliced(blocks, groups, sums + (p - part.panel) * size);
             const int64_t ahead = panel_bytes(w) * std::min(sliced.slice(), length) / length;
             Stream stream(
                 stored(p, at), stored(p, inputs.end) - stored(p, at), ahead, following,
@@ -159,28 +157,16 @@ void sliced_panels(
         }
 }
 
-// f with the number of vectors.
-template <class F>
-void with_vectors(int64_t count, F&& f) {
-    if (count == 4) f(std::integral_constant<int, 4>());
-    else if (count == 2) f(std::integral_constant<int, 2>());
-    else f(std::integral_constant<int, 1>());
-}
-
-// `tiles` in products.h, by tiles of AMX, for panels [panel, panels_end).
-void amx_tiles(
-    const Product& product, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first, int64_t count,
-    const char* next
-) {
+// `tiles` in products.h, by tiles of AMX, for the same part of panels [part.panel, panels_end).
+void amx_tiles(const Product& product, int64_t begin, int64_t end, PanelPart part, int64_t panels_end) {
     const Weight& w = *product.weight;
-    with_vectors(count, [&](auto vectors) {
+    with_vectors(part.count, [&](auto vectors) {
         constexpr int V = decltype(vectors)::value;
         const int64_t rows = end - begin;
         const auto run = [&](auto dot) {
             using Dot = decltype(dot);
-            if (w.operand == INT8 || rows > AMX_ROWS)
-                sliced_panels<Dot, V>(product, begin, end, panel, panels_end, first, next);
-            else one_tile<Dot, V>(product, begin, rows, panel, first);
+            if (w.operand == INT8 || rows > AMX_ROWS) sliced_panels<Dot, V>(product, begin, end, part, panels_end);
+            else one_tile<Dot, V>(product, begin, rows, part.panel, part.first);
         };
         if (w.operand == BF16) run(DotBf16());
         else run(DotBytes());

@@ -15,6 +15,7 @@
 #include "finish.h"
 #include "numbers.h"
 #include "panels.h"
+#include "product.h"
 #include "structs.h"
 #include "tiles.h"
 
@@ -229,37 +230,32 @@ void equal_tiles(
     }
 }
 
-// Rows [begin, end), in tiles of nearly equal height. `columns`: the panel. `next`: see `tiles`.
+// Rows [begin, end) times V vectors of a panel, which is at `columns`, in tiles of nearly equal height.
 template <class Tiles, int V>
-void row_tiles(
-    const Product& product, int64_t begin, int64_t end, const uint8_t* columns, int64_t panel, int64_t first,
-    const char* next
-) {
+void row_tiles(const Product& product, int64_t begin, int64_t end, const uint8_t* columns, PanelPart part) {
     const int64_t rows = end - begin, count = (rows + MOST_TILE_ROWS - 1) / MOST_TILE_ROWS, height = rows / count,
                   taller = rows % count;
     const int64_t steps = Tiles::steps(*product.weight);
     TilesPrefetch ahead;
-    if (next && count > 1) {
+    if (part.next && count > 1) {
         const int64_t tiles = std::min(count, PREFETCHING_TILES);
-        ahead = {next, tiles, (panel_bytes(*product.weight) / LINE + tiles * steps - 1) / (tiles * steps)};
+        ahead = {part.next, tiles, (panel_bytes(*product.weight) / LINE + tiles * steps - 1) / (tiles * steps)};
     }
     const TilesPrefetch last = ahead.last(count - taller, steps);
     if (taller)
         equal_tiles<Tiles, V>(
-            product, height + 1, begin, taller, columns, panel, first, {ahead.at, ahead.tiles - last.tiles, ahead.lines}
+            product, height + 1, begin, taller, columns, part.panel, part.first,
+            {ahead.at, ahead.tiles - last.tiles, ahead.lines}
         );
-    equal_tiles<Tiles, V>(product, height, begin + taller * (height + 1), count - taller, columns, panel, first, last);
+    equal_tiles<Tiles, V>(
+        product, height, begin + taller * (height + 1), count - taller, columns, part.panel, part.first, last
+    );
 }
 
-// The same for 1, 2 or 4 vectors.
+// The same for as many vectors as the part has.
 template <class Tiles>
-void row_tiles(
-    const Product& product, int64_t begin, int64_t end, const uint8_t* columns, int64_t panel, int64_t first,
-    int64_t vectors, const char* next
-) {
-    if (vectors == 4) row_tiles<Tiles, 4>(product, begin, end, columns, panel, first, next);
-    else if (vectors == 2) row_tiles<Tiles, 2>(product, begin, end, columns, panel, first, next);
-    else row_tiles<Tiles, 1>(product, begin, end, columns, panel, first, next);
+void row_tiles(const Product& product, int64_t begin, int64_t end, const uint8_t* columns, PanelPart part) {
+    with_vectors(part.count, [&](auto vectors) { row_tiles<Tiles, vectors()>(product, begin, end, columns, part); });
 }
 
 }  // namespace
