@@ -34,8 +34,8 @@ def _shape(of: OperationParts, mixer: AttentionMixer, column: int) -> AttentionS
     spec = mixer.spec
     q_norm, k_norm = mixer.norms or (None, None)
     shape = AttentionShape(
-        spec.num_attention_heads, spec.kv_heads, spec.head_dim, spec.multiplier, spec.qk_norm or 0.0,
-        of.pointer(q_norm), of.pointer(k_norm), column=column,
+        q_heads=spec.num_attention_heads, kv_heads=spec.kv_heads, width=spec.head_dim, scale=spec.multiplier,
+        norm_eps=spec.qk_norm or 0.0, q_norm=of.pointer(q_norm), k_norm=of.pointer(k_norm), column=column,
         norm_whole=spec.qk_norm_whole, window=spec.window or 0, head_gate=spec.head_gate,
     )  # fmt: skip
     if spec.rope is not None:

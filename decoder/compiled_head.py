@@ -52,7 +52,9 @@ class CompiledHead(Operations):
         """Like `MtpHead.enter`, for at most `max_tokens` tokens."""
         tokens = self._take(embedded_TD, hidden_TD)
         lengths = self._zeros.data_ptr()  # the lengths are not used
-        step = Step(tokens, tokens, self._starts.data_ptr(), lengths=lengths, places=places_T.data_ptr())
+        step = Step(
+            tokens=tokens, rows=tokens, starts=self._starts.data_ptr(), lengths=lengths, places=places_T.data_ptr()
+        )  # fmt: skip
         self.run(self._enter, _with(step, positions_TA))
 
     def predict(
@@ -63,8 +65,9 @@ class CompiledHead(Operations):
         rows = self._take(embedded_RD, hidden_RD)
         logits = torch.empty(rows, self._draft_vocab)
         step = Step(
-            rows, rows, self._starts.data_ptr(), lengths=lengths_R.data_ptr(), tables=tables_RW.data_ptr(),
-            places=places_R.data_ptr(), table_stride=tables_RW.stride(0), logits=logits.data_ptr(),
+            tokens=rows, rows=rows, starts=self._starts.data_ptr(), lengths=lengths_R.data_ptr(),
+            tables=tables_RW.data_ptr(), places=places_R.data_ptr(), table_stride=tables_RW.stride(0),
+            logits=logits.data_ptr(),
         )  # fmt: skip
         self.run(self._all, _with(step, positions_RA))
         return self.operand[:rows, : self.config.hidden_size].clone(), logits
@@ -83,20 +86,20 @@ class CompiledHead(Operations):
         """
         count, passes = len(rows), max((row[3] for row in rows), default=0)
         first, pages, keys, counts = zip(*rows, strict=True) if rows else ((), (), (), ())
-        table = torch.tensor(
-            [token for token, _ in due] + [*first] + [place for _, place in due] + [*pages, *keys, *counts]
-            + [number for of in positions for at in of for number in at]
+        columns = (
+            [*(token for token, _ in due), *first], [*(place for _, place in due), *pages], keys, counts,
+            [number for of in positions for at in of for number in at],
         )  # fmt: skip
+        table = torch.tensor([number for column in columns for number in column])
         assert given_ND.is_contiguous() and given_ND.dtype == self._embeddings.dtype and table.dtype == torch.int64
-        at, size = table.data_ptr(), table.element_size()
-        tokens = len(due) + count
+        ids, places, lengths, drafts, at = (part.data_ptr() for part in table.split([len(each) for each in columns]))
         out, logits = (ctypes.c_int64 * (passes * count))(), torch.empty(count, self._draft_vocab)
         drafting = Drafting(
-            len(due), count, passes, self._enter.stop, self._draft_vocab, given_ND.dtype == torch.bfloat16,
-            self._embeddings.address, given_ND.data_ptr(), self._norm.data_ptr(), at, at + tokens * size,
-            at + 2 * tokens * size, at + (2 * tokens + count) * size, draws, ctypes.addressof(out),
-            at + (2 * tokens + 2 * count) * size if positions else None, self.config.position_axes if positions else 0,
-            self._table,
+            due=len(due), rows=count, passes=passes, enter=self._enter.stop, draft_vocab=self._draft_vocab,
+            is_bf16=given_ND.dtype == torch.bfloat16, embeddings=self._embeddings.address, given=given_ND.data_ptr(),
+            norm=self._norm.data_ptr(), ids=ids, places=places, lengths=lengths, counts=drafts, draws=draws,
+            out=ctypes.addressof(out), positions=at if positions else None,
+            axes=self.config.position_axes if positions else 0, table=self._table,
         )  # fmt: skip
         step = Step(
             starts=self._starts.data_ptr(), tables=tables_RW.data_ptr(), table_stride=tables_RW.stride(0),

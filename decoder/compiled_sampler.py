@@ -97,8 +97,10 @@ def _state(sequence: Sequence, vocab_size: int) -> _SlotState:
     kept = array("q", known), array("q", ends), array("f", known.values())
     ids, stops, biases = (values.buffer_info()[0] for values in kept)
     params = SampleParams(
-        sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty, sampling.presence_penalty,
-        sampling.frequency_penalty, sampling.top_k, request.sample_index, sampling.seed,
-        -1 if sampling.logprobs is None else sampling.logprobs, len(known), len(ends), ids, stops, biases,
+        temperature=sampling.temperature, top_p=sampling.top_p, min_p=sampling.min_p,
+        repetition=sampling.repetition_penalty, presence=sampling.presence_penalty,
+        frequency=sampling.frequency_penalty, top_k=sampling.top_k, sample=request.sample_index, seed=sampling.seed,
+        logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+        bias_count=len(known), end_count=len(ends), bias_ids=ids, ends=stops, bias=biases,
     )  # fmt: skip
     return _SlotState(sequence.held.admission, params, ctypes.addressof(params), kept)

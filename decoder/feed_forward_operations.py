@@ -81,9 +81,9 @@ def experts_operations(
     )]  # fmt: skip
     correction = None if mixer.correction_E is None else operations.pointer(mixer.correction_E)
     mixture = structs.Experts(
-        spec.n_routed_experts, spec.num_experts_per_tok, spec.n_group, spec.topk_group, int(spec.norm_topk_prob),
-        spec.routed_scaling_factor, spec.weight_epsilon, correction, *(ctypes.addressof(table) for table in tables),
-        row_scale,
+        count=spec.n_routed_experts, chosen=spec.num_experts_per_tok, groups=spec.n_group, kept=spec.topk_group,
+        normalise=spec.norm_topk_prob, scaling=spec.routed_scaling_factor, epsilon=spec.weight_epsilon,
+        correction=correction, up=ctypes.addressof(tables[0]), down=ctypes.addressof(tables[1]), shared=row_scale,
     )  # fmt: skip
     operations.route(spec, tables, mixture)
 

@@ -152,9 +152,10 @@ def _step(tokens: int, batch: Batch, rows: _Rows) -> Step:
     """The description of a batch for compiled code, without the source of its embeddings and the memory for logits."""
     tables, scan = batch.tables_QW, batch.scan
     step = Step(
-        tokens, rows.slots.shape[0], rows.starts.data_ptr(), rows.slots.data_ptr(), rows.initial.data_ptr(),
-        rows.saves.shape[0], rows.saves.data_ptr(), batch.lengths_Q.data_ptr(), tables.data_ptr(),
-        batch.places_T.data_ptr(), tables.stride(0) if tables.dim() == 2 else 0, None,
+        tokens=tokens, rows=rows.slots.shape[0], starts=rows.starts.data_ptr(), slots=rows.slots.data_ptr(),
+        initial=rows.initial.data_ptr(), save_count=rows.saves.shape[0], saves=rows.saves.data_ptr(),
+        lengths=batch.lengths_Q.data_ptr(), tables=tables.data_ptr(), places=batch.places_T.data_ptr(),
+        table_stride=tables.stride(0) if tables.dim() == 2 else 0,
     )  # fmt: skip
     if rows.rewound is not None:
         step.origins, step.batch_slots, step.counts = (column.data_ptr() for column in rows.rewound)

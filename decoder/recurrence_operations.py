@@ -11,7 +11,7 @@ from decoder.layers.gated_delta import GatedDeltaMixer
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.layers.short_conv import ShortConvMixer
 from kernels.linear import Packed
-from kernels.native.structs import BLOCK_TOKENS, Code, DeltaShape, Kind, Op, Target, Weight
+from kernels.native.structs import BLOCK_TOKENS, Code, DeltaShape, Kind, Op, Target
 
 MAX_TAPS, MAX_SHORT_TAPS = 4, 8
 """Largest number of taps of a convolution in compiled code: before a recurrence, and of a short convolution."""
@@ -43,31 +43,27 @@ def recurrence_operations(
 def _mixer_operation(
     mixer: Recurrence, after: Packed, target: Target, pointer: Callable[[Tensor | None], int | None]
 ) -> tuple[Op, DeltaShape | None]:
-    shape: DeltaShape | None = None
-    norm: Tensor | None = None
-    terms: tuple[Tensor | None, ...]
-    if isinstance(mixer, ShortConvMixer):
-        code, terms = Code.SHORT_CONV, (mixer.conv_WD, mixer.conv_bias_D, None, None, None)
-    elif isinstance(mixer, Mamba2Mixer):
-        code, norm = Code.MAMBA, mixer.norm_weight
-        terms = (mixer.conv_WC, mixer.conv_bias_C, mixer.A_H, mixer.D_H, mixer.dt_bias_H)
-    else:
-        code, spec, own, norm = Code.DELTA, mixer.spec, mixer.terms, mixer.norm_weight
-        terms = (own.conv_WC, None, own.A_H, None, own.dt_bias_H)
-        shape = DeltaShape(
-            spec.num_key_heads, spec.num_value_heads, spec.key_head_dim, spec.value_head_dim, spec.conv_kernel,
-            spec.norm_eps, spec.beta_scale,
-        )  # fmt: skip
     op = Op(
-        code, after.kind, after.k, Weight(), target, pointer(norm),
-        mixer.windows.data_ptr(), mixer.windows.stride(0), mixer.states.data_ptr(), mixer.states.stride(0),
-        *(pointer(term) for term in terms), None, 0,
-        mixer.ring.data_ptr() if mixer.ring.numel() else None, mixer.ring.stride(0),
+        kind=after.kind, width=after.k, target=target,
+        windows=mixer.windows.data_ptr(), window_stride=mixer.windows.stride(0),
+        states=mixer.states.data_ptr(), state_stride=mixer.states.stride(0),
+        ring=mixer.ring.data_ptr() if mixer.ring.numel() else None, ring_stride=mixer.ring.stride(0),
     )  # fmt: skip
-    if shape is not None:
-        op.delta = ctypes.addressof(shape)
+    if isinstance(mixer, ShortConvMixer):
+        op.code, op.taps = Code.SHORT_CONV, mixer.spec.conv_kernel
+        op.conv, op.conv_bias = pointer(mixer.conv_WD), pointer(mixer.conv_bias_D)
+        return op, None
+    op.norm = pointer(mixer.norm_weight)
+    terms = mixer.terms
+    op.conv, op.a, op.dt_bias = pointer(terms.conv_WC), pointer(terms.A_H), pointer(terms.dt_bias_H)
     if isinstance(mixer, Mamba2Mixer):
+        op.code, op.conv_bias, op.d = Code.MAMBA, pointer(mixer.conv_bias_C), pointer(mixer.D_H)
         op.scale, op.norm_first = mixer.gate_scale, mixer.spec.gated_norm == "norm_first"
-    if code == Code.SHORT_CONV:
-        op.taps = mixer.spec.conv_kernel
+        return op, None
+    spec = mixer.spec
+    shape = DeltaShape(
+        key_heads=spec.num_key_heads, heads=spec.num_value_heads, key=spec.key_head_dim, value=spec.value_head_dim,
+        taps=spec.conv_kernel, eps=spec.norm_eps, beta_scale=spec.beta_scale,
+    )  # fmt: skip
+    op.code, op.delta = Code.DELTA, ctypes.addressof(shape)
     return op, shape

@@ -100,11 +100,13 @@ class CompiledTower:
         sizes, merged = self.sizes, self.sizes.patches_per_token
         self._ops = (TowerOp * len(self._added))(*self._added)
         self._native = Tower(
-            len(self._ops), ctypes.addressof(self._ops), 1, self._kind, sizes.hidden_size, sizes.num_heads,
-            key_value_heads(sizes), conv_side(sizes) ** 2, merged,
-            max(sizes.hidden_size * merged, 2 * sizes.intermediate_size), table_KD.shape[0], self._floats(table_KD),
-            None if projector_norm is None else self._floats(projector_norm), sizes.projector_eps,
-            (sizes.hidden_size // sizes.num_heads) ** -0.5,
+            count=len(self._ops), ops=ctypes.addressof(self._ops), threads=1, kind=self._kind,
+            hidden=sizes.hidden_size, heads=sizes.num_heads, kv_heads=key_value_heads(sizes),
+            taps=conv_side(sizes) ** 2, merged=merged,
+            scratch=max(sizes.hidden_size * merged, 2 * sizes.intermediate_size),
+            table_rows=table_KD.shape[0], table=self._floats(table_KD),
+            token_norm=None if projector_norm is None else self._floats(projector_norm),
+            token_eps=sizes.projector_eps, scale=(sizes.hidden_size // sizes.num_heads) ** -0.5,
         )  # fmt: skip
 
     @property
@@ -128,11 +130,12 @@ class CompiledTower:
         assert (neighbours is not None) == bool(conv_side(self.sizes))
         assert neighbours is None or (neighbours.dtype == torch.int32 and neighbours.is_contiguous())
         return TowerStep(
-            rows, patches.shape[0], len(out), x_RD.data_ptr(), patches.data_ptr(),
-            positions.data_ptr() if positions.shape[1] else None,
-            batch.source_R.data_ptr(), batch.token_rows_NM.data_ptr(), bounds.shape[0] - 1, bounds.data_ptr(),
-            None if rotations is None else rotations.data_ptr(), None if neighbours is None else neighbours.data_ptr(),
-            None, None, out.data_ptr(),
+            rows=rows, patches=patches.shape[0], tokens=len(out), x=x_RD.data_ptr(), pixels=patches.data_ptr(),
+            positions=positions.data_ptr() if positions.shape[1] else None,
+            source=batch.source_R.data_ptr(), token_rows=batch.token_rows_NM.data_ptr(),
+            sequences=bounds.shape[0] - 1, bounds=bounds.data_ptr(),
+            rotations=None if rotations is None else rotations.data_ptr(),
+            neighbours=None if neighbours is None else neighbours.data_ptr(), out=out.data_ptr(),
         )  # fmt: skip
 
     def run(self, ops: range, step: TowerStep) -> None:
@@ -215,7 +218,10 @@ class CompiledTower:
             packed = Packed(linear.weight, linear.bias, compact=False)
         self._kept.append(packed)
         store = self._store if store is None else store
-        return TowerOp(Code.LINEAR, of, packed.descriptor, source, ld or packed.k, target, packed.n, store, activation)
+        return TowerOp(
+            Code.LINEAR, of, packed.descriptor, source=source, ld_source=ld or packed.k, target=target,
+            ld_target=packed.n, store=store, activation=activation,
+        )  # fmt: skip
 
     def norm(self, norm: AnyNorm, code: Code = Code.NORM) -> TowerOp:
         """A norm of each row."""

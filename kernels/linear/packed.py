@@ -52,9 +52,11 @@ class Packed:
         outputs = -(-self.n // GATES) * GATES * 2 if gated else self.n
         self._bias = None if bias is None else weight_memory(bias.shape, torch.float32).copy_(bias.detach())
         self._descriptor = Weight(
-            layout.stored, outputs, self.k, self.kpad, layout.data.data_ptr(), _address(layout.scale),
-            _address(self._bias), gated, layout.rows, layout.group, _address(layout.zeros), _address(layout.outer),
-            _address(layout.bf16_scale), _address(layout.compact), _address(layout.exceptions),
+            kind=layout.stored, n=outputs, k=self.k, kpad=self.kpad, data=layout.data.data_ptr(),
+            scale=_address(layout.scale), bias=_address(self._bias), gated=gated, operand=layout.rows,
+            group=layout.group, zeros=_address(layout.zeros), outer=_address(layout.outer),
+            bf16_scale=_address(layout.bf16_scale), compact=_address(layout.compact),
+            exceptions=_address(layout.exceptions),
         )  # fmt: skip
 
     @property
@@ -122,7 +124,7 @@ class CompactTable:
     def __init__(self, layout: Layout, count: int, k: int) -> None:
         self._layout = layout
         self.descriptor = Weight(
-            layout.stored, count, k, k, layout.data.data_ptr(), None, None, 0, layout.rows,
+            kind=layout.stored, n=count, k=k, kpad=k, data=layout.data.data_ptr(), operand=layout.rows,
             compact=_address(layout.compact), exceptions=_address(layout.exceptions),
         )  # fmt: skip
         """The table's struct for compiled code."""

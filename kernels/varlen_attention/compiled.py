@@ -36,9 +36,11 @@ def varlen_attention(
     out_RHD = q_RHD.new_empty(rows, heads, width)
     bounds, bf16 = cu_seqlens.to(torch.int32).contiguous(), int(q_RHD.dtype == torch.bfloat16)
     attention = VarlenAttention(
-        q_RHD.data_ptr(), k_RHD.data_ptr(), v_RHD.data_ptr(), out_RHD.data_ptr(), q_RHD.stride(0), q_RHD.stride(1),
-        heads * width, bf16, bf16, KINDS[q_RHD.dtype], heads, heads // k_RHD.shape[1], width,
-        bounds.shape[0] - 1, bounds.data_ptr(), scale,
+        q=q_RHD.data_ptr(), k=k_RHD.data_ptr(), v=v_RHD.data_ptr(), out=out_RHD.data_ptr(),
+        stride=q_RHD.stride(0), head_stride=q_RHD.stride(1), out_stride=heads * width,
+        stored_bf16=bf16, out_bf16=bf16, kind=KINDS[q_RHD.dtype],
+        heads=heads, group=heads // k_RHD.shape[1], width=width,
+        sequences=bounds.shape[0] - 1, bounds=bounds.data_ptr(), scale=scale,
     )  # fmt: skip
     library().saccade_varlen_attention(ctypes.byref(attention), torch.get_num_threads())
     return out_RHD
