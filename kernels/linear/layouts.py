@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +13,7 @@ from kernels.host_memory import drop_pages, weight_memory
 from kernels.linear.quantised import Quantised
 from kernels.native import Kind, NativeUnavailable, library
 from kernels.native.instruction_sets import compact_weights
-from kernels.native.structs import GROUP, PANEL, SUMMED
+from kernels.native.structs import GROUP, PANEL, SUMMED, Compacting, Packing
 
 STEPS = {
     Kind.F32: 1, Kind.BF16: 2, Kind.COMPACT_BF16: 2, Kind.INT8: 16, Kind.INT4: GROUP,
@@ -210,10 +211,11 @@ class _Compacting:
         """Stores panels [begin, end), which are the first of `plain`. False if there are too many exceptions."""
         found, most = self._heads[begin:end], min(self._allowed + 1, self._kpad * PANEL)
         kept = torch.empty(end - begin, most, dtype=torch.int64)
-        library().saccade_compact(
-            plain.data_ptr(), self._kpad, min(self._outputs, end * PANEL) - begin * PANEL,
-            self._data[begin].data_ptr(), found.data_ptr(), kept.data_ptr(), most, torch.get_num_threads(),
+        panels = Compacting(
+            plain=plain.data_ptr(), kpad=self._kpad, outputs=min(self._outputs, end * PANEL) - begin * PANEL,
+            compact=self._data[begin].data_ptr(), heads=found.data_ptr(), exceptions=kept.data_ptr(), most=most,
         )  # fmt: skip
+        library().saccade_compact(ctypes.byref(panels), torch.get_num_threads())
         if int(self._heads[:, 0].sum()) > self._allowed:
             return False
         counts = enumerate(found[:, 0].tolist())
@@ -259,12 +261,15 @@ class _Rows:
 
     def pack(self, begin: int, end: int, found: Tensor) -> None:
         """Writes panels [begin, end) to the beginning of `found`, and drops the pages that they were read from."""
-        refused = library().saccade_pack(
-            self.kind, self.numbers.data_ptr(), self.numbers.stride(0) * self.numbers.itemsize,
-            None if self.order is None else self.order.data_ptr(), self.outputs, self.inputs, self.kpad,
-            None if self.scales is None else self.scales.data_ptr(),
-            0 if self.scales is None else self.scales.stride(0), found.data_ptr(), begin, end, torch.get_num_threads(),
+        packing = Packing(
+            kind=self.kind, n=self.outputs, k=self.inputs, kpad=self.kpad, rows=self.numbers.data_ptr(),
+            stride=self.numbers.stride(0) * self.numbers.itemsize,
+            order=None if self.order is None else self.order.data_ptr(),
+            scales=None if self.scales is None else self.scales.data_ptr(),
+            scale_stride=0 if self.scales is None else self.scales.stride(0),
+            out=found.data_ptr(), begin=begin, end=end,
         )  # fmt: skip
+        refused = library().saccade_pack(ctypes.byref(packing), torch.get_num_threads())
         if refused:
             raise NativeUnavailable(refused.decode())
         if self.order is None:

@@ -29,6 +29,17 @@
 #include "threads.h"
 #include "tiles.h"
 
+extern "C" {
+
+struct Compacting {               // structs.py mirrors it
+    const uint16_t* plain;        // [panels, kpad / 2, 64, 2]
+    int64_t kpad, outputs;        // of all panels; exceptions of outputs beyond these are not listed
+    uint8_t* compact;             // [panels, kpad / 2, 3, 64]
+    int64_t *heads, *exceptions;  // [panels, 2]: the number of exceptions, and base; [panels, most]
+    int64_t most;                 // exceptions of a panel that are listed; all are counted
+};
+}
+
 namespace {
 
 constexpr int64_t COMPACT_LINES = 3;   // of a pair of inputs
@@ -171,18 +182,16 @@ __attribute__((noinline)) void tile_compact(
 }
 
 // Packs panels from the plain layout; each is a unit of work.
-struct Compacting {
-    const uint16_t* from;         // [panels, kpad / 2, 64, 2]
-    int64_t kpad, outputs;        // of all panels; exceptions of outputs beyond these are not listed
-    uint8_t* to;                  // [panels, kpad / 2, 3, 64]
-    int64_t *heads, *exceptions;  // [panels, 2]: the number of exceptions, and base; [panels, most]
-    int64_t most;                 // exceptions of a panel that are listed; all are counted
-
-    void run(int64_t panel) const {
-        const int64_t count = std::min(PANEL, outputs - panel * PANEL), pairs = kpad / 2;
-        const uint16_t* numbers = from + panel * pairs * PAIR;
+class CompactJob : public Job {
+  public:
+    explicit CompactJob(const Compacting& job) : job_(job) {}
+    int64_t phases() const override { return 1; }
+    int64_t units(int64_t) const override { return (job_.outputs + PANEL - 1) / PANEL; }
+    void run(int64_t, int64_t panel, std::vector<float>&) const override {
+        const int64_t count = std::min(PANEL, job_.outputs - panel * PANEL), pairs = job_.kpad / 2;
+        const uint16_t* numbers = job_.plain + panel * pairs * PAIR;
         const int base = best_base(numbers, pairs, 2 * count);
-        uint8_t* lines = to + panel * pairs * COMPACT_LINES * LINE;
+        uint8_t* lines = job_.compact + panel * pairs * COMPACT_LINES * LINE;
         int64_t exception_count = 0;
         for (int64_t i = 0; i < pairs; i++, numbers += PAIR, lines += COMPACT_LINES * LINE) {
             uint16_t small[PAIR], outside = 0;
@@ -195,8 +204,8 @@ struct Compacting {
             if (outside)
                 for (int64_t j = 0; j < 2 * count; j++)
                     if (unsigned((numbers[j] >> 7 & 255) - base) > 15) {
-                        if (exception_count < most)
-                            exceptions[panel * most + exception_count] = (i * PAIR + j) << 16 | numbers[j];
+                        if (exception_count < job_.most)
+                            job_.exceptions[panel * job_.most + exception_count] = (i * PAIR + j) << 16 | numbers[j];
                         exception_count++;
                     }
             for (int64_t j = 0; j < 32; j++) {
@@ -208,7 +217,7 @@ struct Compacting {
             }
             std::memcpy(lines, small, COMPACT_LINES * LINE);
         }
-        heads[2 * panel] = exception_count, heads[2 * panel + 1] = base << 7;
+        job_.heads[2 * panel] = exception_count, job_.heads[2 * panel + 1] = base << 7;
     }
 
   private:
@@ -226,18 +235,8 @@ struct Compacting {
         }
         return best;
     }
-};
 
-class CompactJob : public Job {
-  public:
-    CompactJob(const Compacting& job, int64_t panels) : job_(job), panels_(panels) {}
-    int64_t phases() const override { return 1; }
-    int64_t units(int64_t) const override { return panels_; }
-    void run(int64_t, int64_t unit, std::vector<float>&) const override { job_.run(unit); }
-
-  private:
     const Compacting& job_;
-    const int64_t panels_;
 };
 
 // Row r of a panel, as numbers [k].

@@ -7,7 +7,9 @@
 #include <cstdint>
 #include <string>
 
+#include "compact.h"
 #include "draft.h"
+#include "pack.h"
 #include "products.h"
 #include "sample.h"
 #include "scaled.h"
@@ -135,6 +137,19 @@ void add_drafting(Layout& layout) {
     FIELD(Drafting, table);
 }
 
+void add_packing(Layout& layout) {
+    STRUCT(Packing);
+    FIELD(Packing, kind); FIELD(Packing, n); FIELD(Packing, k); FIELD(Packing, kpad); FIELD(Packing, rows);
+    FIELD(Packing, stride); FIELD(Packing, order); FIELD(Packing, scales); FIELD(Packing, scale_stride);
+    FIELD(Packing, out); FIELD(Packing, begin); FIELD(Packing, end);
+}
+
+void add_compacting(Layout& layout) {
+    STRUCT(Compacting);
+    FIELD(Compacting, plain); FIELD(Compacting, kpad); FIELD(Compacting, outputs); FIELD(Compacting, compact);
+    FIELD(Compacting, heads); FIELD(Compacting, exceptions); FIELD(Compacting, most);
+}
+
 void add_tower_op(Layout& layout) {
     STRUCT(TowerOp);
     FIELD(TowerOp, code); FIELD(TowerOp, of); FIELD(TowerOp, weight); FIELD(TowerOp, source);
@@ -198,8 +213,8 @@ const char* layout_lines() {
         Layout layout;
         for (auto* add :
              {add_weight, add_experts, add_attention_shape, add_delta_shape, add_op, add_model, add_step,
-              add_varlen_attention, add_sample_params, add_draw, add_drafting, add_tower_op, add_tower, add_tower_step,
-              add_numbers})
+              add_varlen_attention, add_sample_params, add_draw, add_drafting, add_packing, add_compacting,
+              add_tower_op, add_tower, add_tower_step, add_numbers})
             add(layout);
         return layout.lines();
     }();

@@ -10,8 +10,8 @@ from kernels.native import structs, tower
 
 STRUCTS: tuple[type[Structure], ...] = (
     structs.Weight, structs.Experts, structs.AttentionShape, structs.DeltaShape, structs.Op, structs.Model,
-    structs.Step, structs.VarlenAttention, structs.SampleParams, structs.Draw, structs.Drafting, tower.TowerOp,
-    tower.Tower, tower.TowerStep,
+    structs.Step, structs.VarlenAttention, structs.SampleParams, structs.Draw, structs.Drafting, structs.Packing,
+    structs.Compacting, tower.TowerOp, tower.Tower, tower.TowerStep,
 )  # fmt: skip
 CONSTANTS = ("PANEL", "GROUP", "SUMMED", "BLOCK_TOKENS")
 ENUMS: Mapping[str, type[IntEnum]] = {

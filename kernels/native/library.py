@@ -75,12 +75,8 @@ def _load(wanted: InstructionSet) -> ctypes.CDLL:
     _declare(loaded.saccade_advance, [pointer, number, pointer])
     _declare(loaded.saccade_convert_states, [pointer, number, number, pointer])
     _declare(loaded.saccade_state_bytes, [pointer, number], number)
-    _declare(
-        loaded.saccade_pack,
-        [number, pointer, number, pointer, number, number, number, pointer, number, pointer, number, number, number],
-        ctypes.c_char_p,
-    )
-    _declare(loaded.saccade_compact, [pointer, number, number, pointer, pointer, pointer, number, number])
+    _declare(loaded.saccade_pack, [pointer, number], ctypes.c_char_p)
+    _declare(loaded.saccade_compact, [pointer, number])
     _declare(loaded.saccade_rows, [pointer, pointer, number, pointer, number])
     _declare(
         loaded.saccade_linear,

@@ -456,42 +456,17 @@ const char* saccade_sample(
     return nullptr;
 }
 
-// Panels [begin, end) of a weight, the first at `out`; see pack.h. Returns why the weight cannot be multiplied.
-const char* saccade_pack(
-    int64_t kind, const void* rows, int64_t stride, const int64_t* order, int64_t n, int64_t k, int64_t kpad,
-    const void* scales, int64_t scale_stride, void* out, int64_t begin, int64_t end, int64_t threads
-) {
-    const Packing packing{
-        kind,
-        n,
-        k,
-        kpad,
-        static_cast<const uint8_t*>(rows),
-        stride,
-        order,
-        static_cast<const uint8_t*>(scales),
-        scale_stride,
-        static_cast<uint8_t*>(out),
-        begin
-    };
-    const PackJob job(packing, end);
+// Packs panels of a weight. Returns why the weight cannot be multiplied.
+const char* saccade_pack(const Packing* packing, int64_t threads) {
+    const PackJob job(*packing);
     pool().run(job, threads);
     return job.refused() & NOT_A_NUMBER ? "an e4m3 number is not a number"
            : job.refused()              ? "a scale is negative"
                                         : nullptr;
 }
 
-// Plain panels of bfloat16, of a weight with these outputs, to compact ones (compact.h). found [panels, 2]: the number
-// of exceptions, and base; `exceptions` [panels, most], the first ones of each.
-void saccade_compact(
-    const void* from, int64_t kpad, int64_t outputs, void* to, int64_t* found, int64_t* exceptions, int64_t most,
-    int64_t threads
-) {
-    const Compacting panels{
-        static_cast<const uint16_t*>(from), kpad, outputs, static_cast<uint8_t*>(to), found, exceptions, most
-    };
-    pool().run(CompactJob(panels, (outputs + PANEL - 1) / PANEL), threads);
-}
+// Plain panels of bfloat16 to compact ones.
+void saccade_compact(const Compacting* panels, int64_t threads) { pool().run(CompactJob(*panels), threads); }
 
 // out[count, k]: the rows `ids` of a packed weight, all of which must exist.
 void saccade_rows(const Weight* weight, const int64_t* ids, int64_t count, float* out, int64_t threads) {

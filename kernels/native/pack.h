@@ -13,12 +13,9 @@
 #include "structs.h"
 #include "threads.h"
 
-namespace {
+extern "C" {
 
-constexpr int64_t MOVED_WORDS = 16;                               // words of each row that are packed together
-enum Refused : int64_t { NOT_A_NUMBER = 1, NEGATIVE_SCALE = 2 };  // bits
-
-struct Packing {
+struct Packing {  // structs.py mirrors it
     int64_t kind, n, k, kpad;
     const uint8_t* rows;    // bfloat16, bytes, or two numbers a byte, the even one in the low half
     int64_t stride;         // bytes between rows
@@ -26,8 +23,14 @@ struct Packing {
     const uint8_t* scales;  // NVFP4: [rows, k / 16], e4m3
     int64_t scale_stride;
     uint8_t* out;
-    int64_t begin;  // index of the panel at `out`
+    int64_t begin, end;  // panels; the first is stored at `out`
 };
+}
+
+namespace {
+
+constexpr int64_t MOVED_WORDS = 16;                               // words of each row that are packed together
+enum Refused : int64_t { NOT_A_NUMBER = 1, NEGATIVE_SCALE = 2 };  // bits
 
 // Four numbers of four bits, in the lower half of a word, as a byte each; and the reverse for the lower halves of four
 // bytes.
@@ -174,9 +177,9 @@ class PanelOfRows {
 
 class PackJob : public Job {
   public:
-    PackJob(const Packing& job, int64_t end) : job_(job), end_(end) {}
+    explicit PackJob(const Packing& job) : job_(job) {}
     int64_t phases() const override { return 1; }
-    int64_t units(int64_t) const override { return end_ - job_.begin; }
+    int64_t units(int64_t) const override { return job_.end - job_.begin; }
     void run(int64_t, int64_t unit, std::vector<float>&) const override {
         refused_.fetch_or(PanelOfRows(job_, job_.begin + unit).pack(), std::memory_order_relaxed);
     }
@@ -184,7 +187,6 @@ class PackJob : public Job {
 
   private:
     const Packing& job_;
-    const int64_t end_;
     mutable std::atomic<int64_t> refused_{0};
 };
 

@@ -1,4 +1,4 @@
-"""The structs of structs.h, sample.h and draft.h, field by field, and enums of the compiled code.
+"""The structs of structs.h, sample.h, draft.h, pack.h and compact.h, field by field, and enums of the compiled code.
 
 When the library is loaded, `layout.py` compares them with the compiler's layout.
 """
@@ -204,4 +204,23 @@ class Drafting(Structure):
         ("is_bf16", c_int64), ("embeddings", c_void_p), ("given", c_void_p), ("norm", c_void_p), ("ids", c_void_p),
         ("places", c_void_p), ("lengths", c_void_p), ("counts", c_void_p), ("draws", c_char_p), ("out", c_void_p),
         ("positions", c_void_p), ("axes", c_int64), ("table", c_void_p),
+    ]  # fmt: skip
+
+
+class Packing(Structure):
+    """A weight's panels, made of rows as files store them."""
+
+    _fields_ = [
+        ("kind", c_int64), ("n", c_int64), ("k", c_int64), ("kpad", c_int64), ("rows", c_void_p), ("stride", c_int64),
+        ("order", c_void_p), ("scales", c_void_p), ("scale_stride", c_int64), ("out", c_void_p), ("begin", c_int64),
+        ("end", c_int64),
+    ]  # fmt: skip
+
+
+class Compacting(Structure):
+    """Plain panels of bfloat16, to be stored in 12 bits per element."""
+
+    _fields_ = [
+        ("plain", c_void_p), ("kpad", c_int64), ("outputs", c_int64), ("compact", c_void_p), ("heads", c_void_p),
+        ("exceptions", c_void_p), ("most", c_int64),
     ]  # fmt: skip
