@@ -33,7 +33,7 @@ FAST := tests/encoder tests/service $(addprefix tests/decoder/test_,arena.py blo
 SANITIZED := $(addprefix tests/kernels/test_,activations.py compiled_attention.py fp8_activations.py layouts.py \
   linear.py moe.py sample_compiled.py scaled.py varlen_attention.py) $(addprefix tests/decoder/test_, \
   attention_compiled.py delta_speculation.py drafting.py feed_forward.py gated_attention.py mixer_compiled.py \
-  mtp.py native_tail.py operations.py) tests/encoder/test_native.py tests/families/minicpmv4_6/test_minicpm_native.py
+  mtp.py native_tail.py operations.py) tests/encoder/test_native.py $(wildcard tests/families/*/test_*native*.py)
 SANITIZED_SETS ?= auto avx2
 # Seconds that a test may take. It may compile a library, which takes minutes with the sanitizers.
 SANITIZED_LIMITS := -o timeout=3600 -o faulthandler_timeout=3660
