@@ -174,7 +174,7 @@ def test_every_sampling_field_arrives() -> None:
         "max_tokens": 5, "min_tokens": 1, "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05,
         "repetition_penalty": 1.1, "presence_penalty": -0.5, "frequency_penalty": 0.5, "logit_bias": {3: -1.5},
         "seed": 2**64 - 1, "stop": ["a", "b"], "stop_token_ids": [7], "ignore_eos": True, "n": 2,
-        "clamp_max_tokens": True, "logprobs": 5,
+        "clamp_max_tokens": True, "skip_special_tokens": False, "logprobs": 5,
         "prompt_logprobs": 3, "allowed_token_ids": [4, 5], "bad_words": ["c"],
     }  # fmt: skip
     elsewhere = {"response_format", "max_reasoning_tokens"}
