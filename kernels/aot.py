@@ -9,11 +9,16 @@ each folder is `aot.json`. The exit status is 1 if a kernel spills, needs more s
 product whose operands may be overwritten while it runs (`unguarded_products`, `unfenced_products`), if a product whose
 results must not depend on the number of rows uses several matrix instructions (`mixed_instructions`), and if a row is
 missing or worse than the committed one. TRITON_INTERPRET must be unset.
+
+`--quick`, which the tests run, compiles only operations whose `digest` is not the committed one: `aot_digests.json` has
+those of their last compilation without a problem, which `--update` writes, and the compiler's version. With another
+compiler, all are compiled.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import json
 import os
@@ -33,6 +38,9 @@ from kernels.shapes import DEMO, MODELS, ModelShape
 
 FOLDER = Path(__file__).parent
 
+DIGESTS = FOLDER / "aot_digests.json"
+QUICK_TARGET, QUICK_MODEL = "sm_90", replace(DEMO, dtypes=(torch.bfloat16,))
+"""What `--quick` compiles for."""
 SHARED_LIMIT = {
     "sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024,
 }  # fmt: skip
@@ -67,23 +75,36 @@ def operations() -> list[str]:
     return sorted(path.parent.name for path in FOLDER.glob("*/kernel.py"))
 
 
-def compile_launch(launched: Launch, target_name: str) -> Usage:
-    """Compiles one recorded launch with the same specialisation and options as a real launch."""
-    import triton
+def _target(name: str) -> tuple[Any, Any]:
+    """Triton's target and backend."""
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
+    from triton.compiler import make_backend
+
+    target = GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[3:]), 32)
+    return target, make_backend(target)
+
+
+def _prepared(launched: Launch, target_name: str) -> tuple[Any, Any]:
+    """What Triton compiles for a recorded launch, as for a real one: source and options."""
+    from triton.compiler import ASTSource
     from triton.runtime.jit import create_function_from_signature
 
-    amd = target_name.startswith("gfx")
-    target = GPUTarget("hip", target_name, 64) if amd else GPUTarget("cuda", int(target_name[3:]), 32)
-    kernel, backend = launched.kernel, make_backend(target)
+    kernel, backend = launched.kernel, _target(target_name)[1]
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialisation, options = bind(**launched.arguments)
     parsed, signature, constants, attributes = kernel._pack_args(
         backend, dict(launched.arguments), bound, specialisation, options
     )
-    source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=target, options=parsed.__dict__)
+    return ASTSource(kernel, signature, constants, attributes), parsed
+
+
+def compile_launch(launched: Launch, target_name: str) -> Usage:
+    """Compiles one recorded launch with the same specialisation and options as a real launch."""
+    import triton
+
+    source, options = _prepared(launched, target_name)
+    compiled = triton.compile(source, target=_target(target_name)[0], options=options.__dict__)
+    amd = target_name.startswith("gfx")
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
     registers, spills = _amd_registers(compiled.asm["amdgcn"]) if amd else _registers(compiled.asm["cubin"])
     unguarded = 0 if amd else unguarded_products(compiled.asm["ttgir"]) + unfenced_products(compiled.asm["ptx"])
@@ -196,6 +217,32 @@ def rows_of(operation: str, targets: Sequence[str], models: Sequence[ModelShape]
             yield key, compile_launch(launched, target)
 
 
+def compiler() -> str:
+    """Versions and settings of the compiler for NVIDIA GPUs."""
+    import triton
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
+    backend = _target(QUICK_TARGET)[1]
+    return f"Triton {triton.__version__}, {backend.hash()}, {sorted(get_cache_invalidating_env_vars().items())}"
+
+
+def digest(operation: str, table: Mapping[str, dict[str, Any]]) -> str:
+    """Digest of all that the result of `--quick` for the operation depends on, except the `compiler`: of each launch
+    what Triton's own cache has in its keys (the kernel's source and that of all functions which it calls, types,
+    constants, options) and its row in the table; and of this file."""
+    parts: list[Any] = [Path(__file__).read_text()]
+    for key, launched in launches_of(operation, QUICK_TARGET, [QUICK_MODEL]):
+        source, options = _prepared(launched, QUICK_TARGET)
+        parts.append([key, source.hash(), options.hash(), table.get(key)])
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def committed_digests() -> dict[str, str]:
+    """Operation -> `digest` of its last compilation without a problem; empty if that was by another `compiler`."""
+    digests: dict[str, str] = json.loads(DIGESTS.read_text()) if DIGESTS.exists() else {}
+    return digests if digests.get("compiler") == compiler() else {}
+
+
 def problems_of(key: str, usage: Usage, committed: dict[str, Any] | None) -> list[str]:
     """Reasons why a row fails; `committed` is its row in the table, if it has one."""
     found = []
@@ -222,6 +269,10 @@ def check(operation: str, targets: Sequence[str], models: Sequence[ModelShape], 
     path = FOLDER / operation / "aot.json"
     table: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     complete = not quick and set(targets) == set(ARCHITECTURES) and set(models) == set(MODELS)
+    digests = committed_digests()
+    if quick and not update and digests.get(operation) == digest(operation, table):
+        print(json.dumps({"op": operation, "compiled": 0, "problems": 0}))
+        return 0
     found: dict[str, Usage] = {}
     problems = []
     for key, usage in rows_of(operation, targets, models):
@@ -234,11 +285,16 @@ def check(operation: str, targets: Sequence[str], models: Sequence[ModelShape], 
         problems += [
             f"{key}: in the table, but no longer compiled (--update removes it)" for key in table.keys() - found.keys()
         ]
+    if quick and digests and not update and not problems:
+        problems.append("it has changed and compiles without a problem (--quick --update writes its digest)")
     if update:
         kept = {} if complete else table
         rows = sorted((kept | {key: usage.row for key, usage in found.items()}).items())
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in rows)
         path.write_text(f"{{\n{lines}\n}}\n")
+        if not problems and QUICK_TARGET in targets and (quick or DEMO in models):
+            digests |= {"compiler": compiler(), operation: digest(operation, json.loads(path.read_text()))}
+            DIGESTS.write_text(json.dumps(digests, indent=2, sort_keys=True) + "\n")
     for problem in problems:
         print(f"{operation}: {problem}", file=sys.stderr)
     print(json.dumps({"op": operation, "compiled": len(found), "problems": len(problems)}))
@@ -252,15 +308,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--model", nargs="+", choices=[shape.name for shape in MODELS])
     parser.add_argument(
-        "--quick", action="store_true", help="compile only the embedded model, in bfloat16 for sm_90, as the tests do"
-    )
+        "--quick", action="store_true",
+        help="compile operations that have changed, for the embedded model in bfloat16 on sm_90, as the tests do",
+    )  # fmt: skip
     parser.add_argument("--update", action="store_true", help="write the tables; other problems still fail")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         parser.error("TRITON_INTERPRET is set: nothing would be compiled")
-    targets = ["sm_90"] if options.quick else options.target
+    targets = [QUICK_TARGET] if options.quick else options.target
     models = [shape for shape in MODELS if options.model is None or shape.name in options.model]
-    models = [replace(DEMO, dtypes=(torch.bfloat16,))] if options.quick else models
+    models = [QUICK_MODEL] if options.quick else models
     return int(sum(check(op, targets, models, quick=options.quick, update=options.update) for op in options.op) > 0)
 
 

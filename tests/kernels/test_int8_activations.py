@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -118,6 +120,13 @@ ANY = [
 ]  # fmt: skip
 
 
+@cache
+def rows_and_products(weight: Quantised) -> list[tuple[Tensor, Tensor]]:
+    """Rows, and their products with the weight by the reference, which are the same for each instruction set."""
+    several = [rows_of(rows, weight.in_features, rows) for rows in (1, 2, 3, 4, 5, 6, 7, 33, 200)]
+    return [(x, int8_linear(x, weight, None)) for x in several]
+
+
 def named(weight: Quantised) -> str:
     return f"{weight.kind}-{weight.in_features}{'' if weight.zeros is None else '-zeros'}"
 
@@ -126,12 +135,10 @@ def named(weight: Quantised) -> str:
 def test_each_set_has_the_same_bits_for_any_rows_and_threads(chosen: str, weight: Quantised) -> None:
     packed, before = Packed(weight, None, int8_rows=True), torch.get_num_threads()
     try:
-        for rows in (1, 2, 3, 4, 5, 6, 7, 33, 200):
-            x = rows_of(rows, weight.in_features, rows)
-            exact = int8_linear(x, weight, None)
+        for x, exact in rows_and_products(weight):
             for threads in (1, 2):
                 torch.set_num_threads(threads)
-                assert torch.equal(packed(x), exact), f"{rows} rows, {threads} threads"
+                assert torch.equal(packed(x), exact), f"{len(x)} rows, {threads} threads"
             assert torch.equal(packed(x[-1:])[0], exact[-1])
     finally:
         torch.set_num_threads(before)

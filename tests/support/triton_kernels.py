@@ -56,22 +56,15 @@ def _mend() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    patch_language, running = interpreter._patch_lang, []
+    patch_language, patched = interpreter._patch_lang, set()
 
     def patch_lang(function: Any) -> Any:
-        """Prevents a kernel's call of another one from patching the language module a second time, which would never be
-        undone."""
-        seen = {name for name, value in function.__globals__.items() if value is tl or value is tl.core}
-        if not running:
-            scope = patch_language(function)
-            restore = scope.restore
-            scope.restore = lambda: (restore(), running.clear())
-            running.append((scope, seen))
-            return scope
-        scope, known = running[0]
-        if not seen <= known:
-            scope._changes += patch_language(function)._changes
-            known |= seen
+        """Patches a language module for the first kernel that uses it, for good: doing it again for each launch took a
+        tenth of the time, and a kernel's call of another one left it patched anyway."""
+        modules = {value.__name__ for value in function.__globals__.values() if value is tl or value is tl.core}
+        if not modules <= patched:
+            patch_language(function)
+            patched.update(modules)
         return interpreter._LangPatchScope()
 
     def tensor_init(self: Any, handle: Any, type: Any) -> None:
@@ -87,6 +80,14 @@ def _mend() -> None:
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
         sizes = vars(lhs.type).get("sizes")  # only block types have it
         return (lhs, rhs) if sizes and sizes == vars(rhs.type).get("sizes") else broadcast(self, lhs, rhs)
+
+    check = semantic.TritonSemantic.binary_op_type_checking_impl
+
+    def check_types(self: Any, lhs: Any, rhs: Any, *given: bool) -> Any:
+        divides = given[3:] == (True,)  # numbers of 16 bits are divided in float32
+        if type(lhs) is type(rhs) is tl.tensor and not divides and lhs.dtype == rhs.dtype and not lhs.dtype.is_ptr():
+            return broadcast_impl_value(self, lhs, rhs)
+        return check(self, lhs, rhs, *given)
 
     block_init, np_type = tl.core.block_type.__init__, interpreter._get_np_dtype
     blocks: dict[Any, dict[str, Any]] = {}
@@ -112,6 +113,7 @@ def _mend() -> None:
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     # Types and shapes are values, and most of the interpreter's time went into making equal ones and comparing them.
     semantic.TritonSemantic.broadcast_impl_value = broadcast_impl_value
+    semantic.TritonSemantic.binary_op_type_checking_impl = check_types
     tl.tensor.__init__, tl.core.block_type.__init__ = tensor_init, block_type_init
     interpreter._get_np_dtype = get_np_dtype
     interpreter._convert_float, builder.create_dot = convert_float, create_dot
