@@ -16,17 +16,17 @@ from compiled import UNAVAILABLE
 from cut_images import INFO, check_rows, check_same_answer
 from lfm3_vl import RELEASED, TinyLfm3, make_lfm3, rendered
 from minicpm import Media, assert_greedy, part, random_image, random_media
+from preempted import check_preempted, run_starts
 from qwen_vision import replace_torchvision
 from running import RunningEncoder, RunningServer
 from safetensors.torch import load_file
 from speculation import pairwise
 from tiny_checkpoint import changed
-from tiny_decoder import greedy_params, image, run, tokens
+from tiny_decoder import image
 from towers import encode
 
 import saccade
 from decoder.config import DecoderOptions
-from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from encoder.item import EncoderItem
 from encoder.runner import EncoderOptions, EncoderRunner
@@ -126,29 +126,15 @@ def test_rows_survive_whatever_happens_to_a_request(
     sequences = [part for item, found in zip(items, rows) for part in found.split(item.sequence_tokens)]
     placeholders = {config.image_token_id, config.video_token_id}
     inside = [token in placeholders for token in ids]
-    starts = [index for index, here in enumerate(inside) if here and not inside[index - 1]]
-    spans = tuple(image(start, part) for start, part in zip(starts, sequences, strict=True))
+    sources = [image(start, part) for start, part in zip(run_starts(inside), sequences, strict=True)]
     chosen = dict(STEPS[place])
     preempt_every = chosen.pop("preempt_every")
     options = DecoderOptions(max_seqs=3, max_len=1024, max_batched_tokens=64, page_size=4, **chosen)
-    runner = DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights())
-    for names in (("first", "second"), ("third",)):
-        prompts = {name: ids + [7 + len(name)] * len(name) for name in names}
-        given = [
-            DecoderRequest(name, prompt, greedy_params(GREEDY, logprobs=3), tuple(span.again() for span in spans))
-            for name, prompt in prompts.items()
-        ]
-        found = run(runner, *given, preempt_every=preempt_every)
-        for name, prompt in prompts.items():
-            drawn = tokens(found[name])
-            if placeholders & set(drawn):  # transformers would ask for one more image
-                continue
-            logits = tiny.logits(prompt + drawn[:-1], inputs)[len(prompt) - 1 :]
-            scale = max(1.0, float(logits.abs().max()))
-            for row, event in zip(torch.log_softmax(logits, -1), found[name], strict=True):
-                assert event.logprob == pytest.approx(float(row[event.token_id]), abs=1e-4 * scale)
-                assert float(row.max() - row[event.token_id]) <= 1e-4 * scale
-    runner.check_integrity()
+    check_preempted(
+        DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights()), ids, sources, placeholders,
+        lambda prompt, drawn: tiny.logits(prompt + drawn, inputs)[len(prompt) - 1 :],
+        preempt_every=preempt_every, steps=GREEDY,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -33,17 +33,17 @@ from nano_vl import (
     rendered,
 )
 from PIL import Image
+from preempted import check_preempted, run_starts
 from quantised_checkpoint import quantise_files
 from running import RunningEncoder, RunningServer
 from safetensors.torch import load_file, save_file
 from speculation import pairwise
 from tiny_checkpoint import changed
-from tiny_decoder import greedy_params, image, run, tokens
+from tiny_decoder import image
 from tiny_encoder import relative_error
 
 import saccade
 from decoder.config import DecoderOptions
-from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from families import CheckpointError
 from families.nemotron_h_nano_vl import FAMILY
@@ -135,29 +135,17 @@ def test_rows_survive_whatever_happens_to_a_request(tmp_path: Path, place: int) 
     ids, rows = tiny.expected(media, WORDS)
     checkpoint, placeholders = Checkpoint(tmp_path), never(tiny).keys()
     inside = [*(token in placeholders for token in ids), False]
-    starts = [index for index, here in enumerate(inside) if here and not inside[index - 1]]
+    starts = run_starts(inside)
     lengths = [inside.index(False, start) - start for start in starts]
-    spans = tuple(image(start, part) for start, part in zip(starts, rows.split(lengths), strict=True))
+    sources = [image(start, part) for start, part in zip(starts, rows.split(lengths), strict=True)]
     chosen = dict(STEPS[place])
     preempt_every = chosen.pop("preempt_every")
     options = DecoderOptions(max_seqs=3, max_len=1024, max_batched_tokens=64, page_size=4, **chosen)
-    runner = DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights())
-    for names in (("first", "second"), ("third",)):
-        prompts = {name: ids + [7 + len(name)] * len(name) for name in names}
-        given = [
-            DecoderRequest(name, prompt, greedy_params(GREEDY, logprobs=3), tuple(span.again() for span in spans))
-            for name, prompt in prompts.items()
-        ]
-        found = run(runner, *given, preempt_every=preempt_every)
-        for name, prompt in prompts.items():
-            drawn = tokens(found[name])
-            if placeholders & set(drawn):  # the oracle would ask for one more row
-                continue
-            logits = tiny.answer_logits(prompt + drawn[:-1], rows)[len(prompt) - 1 :]
-            scale = max(1.0, float(logits.abs().max()))
-            for row, event in zip(torch.log_softmax(logits, -1), found[name], strict=True):
-                assert event.logprob == pytest.approx(float(row[event.token_id]), abs=1e-4 * scale)
-    runner.check_integrity()
+    check_preempted(
+        DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights()), ids, sources, placeholders,
+        lambda prompt, drawn: tiny.answer_logits(prompt + drawn, rows)[len(prompt) - 1 :],
+        preempt_every=preempt_every, steps=GREEDY,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(4))

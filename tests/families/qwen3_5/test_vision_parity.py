@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from images import png
+from preempted import check_preempted, run_starts
 from qwen_checkpoint import IDS, make_qwen
 from qwen_vision import image_processor, random_tower, video_pixels, write_rules
 from speculation import pairwise
 from tiny_checkpoint import VOCAB, TinyCheckpoint
-from tiny_decoder import greedy_params, image, run, tokens
+from tiny_decoder import image
 
 import saccade
 from decoder.config import DecoderOptions
-from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from encoder.images import decode_image
 from encoder.runner import EncoderOptions, EncoderRunner
@@ -202,10 +202,7 @@ def test_positions_survive_whatever_happens_to_a_request(
     sequences = [
         (item.grid, part) for item, found in zip(items, rows) for part in found.split(item.sequence_tokens)
     ]  # fmt: skip
-    starts = [
-        index for index, kind in enumerate(asked.kinds)
-        if kind and (not index or not asked.kinds[index - 1])
-    ]  # fmt: skip
+    starts = run_starts(asked.kinds)
     blocks = [(start, grid) for start, (grid, _) in zip(starts, sequences, strict=True)]
     chosen = dict(STEPS[place])
     preempt_every = chosen.pop("preempt_every")
@@ -214,24 +211,12 @@ def test_positions_survive_whatever_happens_to_a_request(
     options = DecoderOptions(**{**common, **block, **chosen})
     runner = DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights())
 
-    def wanted(name: str, more: list[int]) -> DecoderRequest:
-        ids = asked.widened + more
-        return DecoderRequest(
-            name, ids, greedy_params(GREEDY, logprobs=3), positions=vision.positions(ids, blocks),
-            spans=tuple(image(start, part) for start, (_, part) in zip(starts, sequences, strict=True)),
-        )  # fmt: skip
+    def logits_of(prompt: list[int], drawn: list[int]) -> torch.Tensor:
+        kinds = asked.kinds + [0] * (len(prompt) - len(asked.widened))
+        return oracle(tiny, replace(asked, widened=prompt, kinds=kinds), drawn)
 
-    for names in (("first", "second"), ("third",)):
-        questions = {name: [7 + len(name)] * len(name) for name in names}
-        found = run(runner, *(wanted(*question) for question in questions.items()), preempt_every=preempt_every)
-        for name, more in questions.items():
-            drawn = tokens(found[name])
-            full = replace(asked, widened=asked.widened + more, kinds=asked.kinds + [0] * len(more))
-            logits = oracle(tiny, full, drawn[:-1]) if not {IMAGE, VIDEO} & set(drawn) else None
-            if logits is None:
-                continue
-            scale = max(1.0, float(logits.abs().max()))
-            for row, event in zip(torch.log_softmax(logits, -1), found[name], strict=True):
-                assert event.logprob == pytest.approx(float(row[event.token_id]), abs=1e-4 * scale)
-                assert float(row.max() - row[event.token_id]) <= 1e-4 * scale
-    runner.check_integrity()
+    check_preempted(
+        runner, asked.widened, [image(start, part) for start, (_, part) in zip(starts, sequences, strict=True)],
+        {IMAGE, VIDEO}, logits_of, preempt_every=preempt_every, steps=GREEDY,
+        positions_of=lambda prompt: vision.positions(prompt, blocks),
+    )  # fmt: skip
