@@ -20,7 +20,7 @@ from transformers import AutoConfig, BambaForCausalLM, NemotronHForCausalLM
 
 from decoder.layers.recurrent_descriptions import Mamba2
 from families import CheckpointError, FamilyConfig
-from families.files import optional_json
+from families.files import first, optional_json
 from families.nemotron_h.config import NemotronHConfig, decoder_config
 from families.nemotron_h_omni import FAMILY as OMNI
 from service.model.assets import sampling_defaults
@@ -346,7 +346,7 @@ def test_vision_args_of_released_files(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").unlink()
     args = {
         "model": "vit_small_patch16_224", "min_num_patches": 64, "max_num_patches": 512, "register_multiple": 10,
-        "cpe_max_size": 1024, "teachers": [{"name": "a"}, {"name": "b"}, {"name": "c"}],
+        "cpe_max_size": 1024, "teachers": [{"name": name} for name in "abca"],
     }  # fmt: skip
     edit_config(tmp_path, {"vision_config": {"args": args, "patch_size": 16}, "vision_hidden_size": 384})
     vision = load_config(tmp_path).vision
@@ -390,6 +390,12 @@ def test_null_in_the_video_processors_file_is_off(tmp_path: Path) -> None:
     assert vision.video_rule.tokens(2, 40, 80) == 4, "a square grid"
 
 
+def test_a_field_that_is_false_or_zero_is_there() -> None:
+    assert first({"a": None, "b": 0, "c": 1}, "a", "b", "c") == 0
+    assert first({"a": False}, "a", default=True) is False
+    assert first({"a": None}, "a", default=3) == 3
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -398,6 +404,8 @@ def test_null_in_the_video_processors_file_is_off(tmp_path: Path) -> None:
         ({"vision_hidden_size": 7}, r"vision_hidden_size \(7\)"),
         ({"text_config": {"layers_block_type": ["mamba", "conv"]}}, "conv"),
         ({"text_config": {}}, "layers_block_type"),
+        ({"text_config": {"hybrid_override_pattern": "MX"}}, "hybrid_override_pattern over .*, got 'MX'"),
+        ({"text_config": {"hybrid_override_pattern": "M", "sliding_window": 4}}, "sliding_window is set"),
     ],
 )
 def test_configurations_that_cannot_be_served(tmp_path: Path, change: dict[str, object], message: str) -> None:
