@@ -158,19 +158,17 @@ class Admitted:
         """Writes each of `answers` and closes them. If one is not read for `stall_timeout` seconds, releases all
         resources and raises DeadlineExceeded."""
         timeout = self.limits.stall_timeout
-        # aclosing, so that the engine learns of the call's end at once and not when the garbage collector runs.
-        async with contextlib.aclosing(answers):
-            watch = _Stall(answers, timeout, self.held)
-            try:
-                async for answer in answers:
-                    with watch:
-                        await write(answer)
-                    if watch.stalled:
-                        raise errors.DeadlineExceeded(
-                            f"the client did not read a message of the answer for {timeout:g} s", reason="SLOW_READER"
-                        )
-            finally:
-                watch.cancel()
+        watch = _Stall(answers, timeout, self.held)
+        try:
+            async for answer in answers:
+                with watch:
+                    await write(answer)
+                if watch.stalled:
+                    raise errors.DeadlineExceeded(
+                        f"the client did not read a message of the answer for {timeout:g} s", reason="SLOW_READER"
+                    )
+        finally:
+            await watch.close()
 
 
 class _Stall:
@@ -198,9 +196,15 @@ class _Stall:
     def __exit__(self, *_: object) -> None:
         self._began = None
 
-    def cancel(self) -> None:
+    async def close(self) -> None:
+        """Closes the generator, so that the engine learns of the call's end at once and not when the garbage collector
+        runs. If that has begun, waits for its end: a generator cannot be closed a second time meanwhile."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._closing is None:
+            await self._answers.aclose()
+        else:
+            await asyncio.wait({self._closing})
 
     def _check(self) -> None:
         self._timer = None

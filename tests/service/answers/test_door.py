@@ -220,6 +220,43 @@ def test_an_answer_that_nobody_reads_is_closed_and_holds_nothing(entrance: Entra
     assert caught.value.reason == "SLOW_READER" and entrance.calls("DEADLINE_EXCEEDED") == 1
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["reads on", "leaves"])
+def test_a_client_that_does_something_while_its_answer_is_dropped(entrance: Entrance, leaves: bool) -> None:
+    """A generator cannot be closed twice at a time: the call would end as INTERNAL."""
+
+    async def main() -> None:
+        closing, may_end, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+        task, ended = asyncio.current_task(), []
+        assert task is not None
+
+        async def answers() -> AsyncGenerator[str, None]:
+            try:
+                yield "piece"
+            finally:
+                closing.set()
+                await may_end.wait()
+                ended.append(True)
+
+        async def write(piece: str) -> None:
+            await closing.wait()
+            loop.call_soon(loop.call_soon, may_end.set)  # after the next step of this task
+            if leaves:
+                task.cancel()
+                await asyncio.sleep(0)
+
+        try:
+            with entrance.door.admit(GENERATE, ONE) as call:
+                call.received(100)
+                await call.send(answers(), write)
+        finally:
+            assert ended == [True] and entrance.budget.used == 0
+
+    expected: type[BaseException] = asyncio.CancelledError if leaves else errors.DeadlineExceeded
+    with pytest.raises(expected):
+        asyncio.run(main())
+    assert entrance.calls("CANCELLED" if leaves else "DEADLINE_EXCEEDED") == 1
+
+
 def test_a_probe_needs_no_key_and_is_not_counted(entrance: Entrance) -> None:
     with entrance.door.probed() as call:
         call.held(300)
