@@ -34,9 +34,23 @@ def send(connection: Connection, message: Any, descriptors: Sequence[int] = ()) 
 
 
 def receive_descriptor(connection: Connection) -> int:
-    """Receives the next descriptor that belongs to the message just received."""
+    """Receives the next descriptor that belongs to the message just received. Raises OSError or RuntimeError if this
+    process may have no more descriptors."""
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         return int(recvfds(sock, 1)[0])
+
+
+def receive_descriptors(connection: Connection, count: int) -> list[int]:
+    """Receives the next `count` descriptors, or none: those that have arrived are closed if `receive_descriptor`
+    raises."""
+    found: list[int] = []
+    try:
+        while len(found) < count:
+            found.append(receive_descriptor(connection))
+    except BaseException:
+        _close(found)
+        raise
+    return found
 
 
 class Outbox:

@@ -217,7 +217,12 @@ class ProcessLink:
         pause = FIRST_PAUSE
         while True:
             if self._connection is not None:
-                self._read(self._connection)
+                try:
+                    self._read(self._connection)
+                except Exception:  # for example, no memory for rows; images would wait for further messages forever
+                    log.exception("a message of the encoder process cannot be processed: it is killed")
+                    assert self._process is not None
+                    self._process.kill()
                 self._end()
                 pause = FIRST_PAUSE
             if self._closing.wait(pause):

@@ -105,25 +105,14 @@ class EngineLink:
             self._fail_queries()
 
     def _read(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
+        try:
             while True:
-                match self._connection.recv():
-                    case ("events", packed):
-                        events = wire.unpack_events(packed)
-                        with self._state_lock:
-                            self._live.difference_update(e.request_id for e in events if e.finish_reason)
-                        self._emit(events)
-                    case ("answer", number, value, error):
-                        with self._state_lock:
-                            future = self._queries.pop(number, None)
-                        if future is None:
-                            continue
-                        if error is None:
-                            future.set_result(value)
-                        else:
-                            future.set_exception(AssertionError(error))
-                    case other:
-                        self._other(other)
+                self._handle(self._connection.recv())
+        except (EOFError, OSError):
+            pass
+        except Exception:  # for example, no memory for a message; requests would wait for further ones forever
+            log.exception("a message of the engine cannot be processed")
+            self._give_up()
         self._ended()
         with self._state_lock:
             lost = sorted(self._live)
@@ -131,6 +120,28 @@ class EngineLink:
         self._fail_queries()
         if not self._closing:
             self._on_death()
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case ("events", packed):
+                events = wire.unpack_events(packed)
+                with self._state_lock:
+                    self._live.difference_update(e.request_id for e in events if e.finish_reason)
+                self._emit(events)
+            case ("answer", number, value, error):
+                with self._state_lock:
+                    future = self._queries.pop(number, None)
+                if future is None:
+                    return
+                if error is None:
+                    future.set_result(value)
+                else:
+                    future.set_exception(AssertionError(error))
+            case other:
+                self._other(other)
+
+    def _give_up(self) -> None:
+        """Ends the other side, whose messages are no longer read."""
 
     def _ended(self) -> None:
         """Called when the other side has ended."""
@@ -235,6 +246,9 @@ class EngineProcess(EngineLink):
         with self._state_lock:  # a second signal closes it from another thread, while the first one is here
             self._connection.close()
 
+    def _give_up(self) -> None:
+        self._process.kill()
+
     def _ended(self) -> None:
         self._over.set()
         code = self._process.wait()
@@ -288,6 +302,8 @@ class SupervisedEngine:
         self._started = time.monotonic()
         self._restarter: threading.Thread | None = None
         self._loading: subprocess.Popen[bytes] | None = None
+        self._change = threading.Lock()
+        """Held from a change of the engine until it has been told, so that changes are told in order."""
         self._engine = self._new_engine()
         self.info: EngineInfo = self._engine.info
 
@@ -340,7 +356,8 @@ class SupervisedEngine:
 
     def _died(self) -> None:
         """Called on the dead engine's reader thread, after its requests got their error events."""
-        self._on_change(False)
+        with self._change:  # the thread that has started it may not have told yet that there is an engine
+            self._on_change(False)
         if time.monotonic() - self._started > STEADY:
             self._deaths = 0
         self._restarter = threading.Thread(target=self._restart, name="saccade-supervisor", daemon=True)
@@ -361,12 +378,13 @@ class SupervisedEngine:
                 log.error("the engine did not start again (attempt %d of %d): %s", self._deaths, MAX_RESTARTS, error)
                 continue
             self._started = time.monotonic()
-            self._engine = engine
-            self.restarts += 1
-            engine.start(self._emit)
-            dead.close()
-            log.warning("the engine runs again, as process %d", engine.pid)
-            self._on_change(True)
+            with self._change:
+                engine.start(self._emit)  # before it gets requests, whose errors would otherwise be lost
+                self._engine = engine
+                self.restarts += 1
+                dead.close()
+                log.warning("the engine runs again, as process %d", engine.pid)
+                self._on_change(True)
             return
         log.critical("the engine died %d times in a row; it is not started again", self._deaths)
         self.given_up = True

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kernels.host_memory import keep_freed_memory, release_program_pages
-from service.common.channel import receive_descriptor
+from service.common.channel import receive_descriptors
 from service.common.config import EngineOptions
 from service.common.errors import EngineDied
 from service.common.helper_process import ignore_stop_signals, lasting_objects, log_to_stderr
@@ -65,7 +65,7 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
             while True:
                 match connection.recv():
                     case ("submit", request):
-                        descriptors = [receive_descriptor(connection) for _ in request.images]
+                        descriptors = receive_descriptors(connection, len(request.images))
                         engine.submit(request.unpacked(descriptors))
                     case ("abort", request_id):
                         engine.abort(request_id)

@@ -31,7 +31,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from service.common.channel import Outbox, receive_descriptor
+from service.common.channel import Outbox, receive_descriptors
 from service.common.config import ConfigError, ServerOptions
 from service.common.folders import OwnedFolder, locked
 from service.common.helper_process import STOP_HELPER, log_level, restart_pause, start_helper
@@ -113,6 +113,8 @@ class Hub:
         self._http = http
         self._options = options
         self._lock, self._life = threading.Lock(), threading.Lock()
+        self._change = threading.Lock()
+        """Held while frontends are told whether there is an engine, so that a new one hears it in order, too."""
         self._owners: dict[str, _Frontend] = {}
         self._frontends: dict[int, _Frontend] = {}
         self._failures: dict[int, int] = {}
@@ -167,23 +169,29 @@ class Hub:
             frontend = _Frontend(member, process, connection)
             private_socket = None if self._http is None else self._http.socket_of(member)
             frontend.send((share(self._options, member, self.port), self.engine.info, member, private_socket))
-            self._frontends[member] = frontend  # from here on other threads send to it
-        if not self.engine.alive:
-            frontend.send(("alive", False))
+            with self._change:
+                self._frontends[member] = frontend  # from here on other threads send to it
+                if not self.engine.alive:
+                    frontend.send(("alive", False))
         if self.engine.given_up:
             frontend.send(("given up",))
         if self._draining:
             frontend.send(("drain",))
         thread = threading.Thread(target=self._read, args=(frontend,), name=f"saccade-frontend-{member}", daemon=True)
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def _read(self, frontend: _Frontend) -> None:
-        with contextlib.suppress(EOFError, OSError):
+        try:
             while True:
                 self._handle(frontend, frontend.connection.recv())
+        except (EOFError, ConnectionError):
+            pass
+        except Exception:  # for example, too many open files for an image; its requests would wait forever
+            log.exception("a message of frontend %d cannot be processed: it is killed", frontend.member)
+            frontend.process.kill()
         code = frontend.process.wait()
         if not frontend.serving.done():
             frontend.serving.set_exception(
@@ -205,7 +213,7 @@ class Hub:
     def _handle(self, frontend: _Frontend, message: Any) -> None:
         match message:
             case ("submit", bare):
-                descriptors = [receive_descriptor(frontend.connection) for _ in bare.images]
+                descriptors = receive_descriptors(frontend.connection, len(bare.images))
                 with self._lock:
                     self._owners.update(dict.fromkeys(bare.names, frontend))
                 self.engine.submit_packed(bare, descriptors)
@@ -265,8 +273,9 @@ class Hub:
             frontend.send(("events", wire.pack_events(mine)))
 
     def _engine_changed(self, alive: bool) -> None:
-        for frontend in list(self._frontends.values()):
-            frontend.send(("alive", alive))
+        with self._change:
+            for frontend in list(self._frontends.values()):
+                frontend.send(("alive", alive))
 
     def _engine_given_up(self) -> None:
         for frontend in list(self._frontends.values()):

@@ -154,7 +154,7 @@ class Server:
             except errors.StatusError as error:
                 raise ConfigError(f"model: the warm-up request failed: {error.message}") from error
         self._warming = False
-        self._set_health(not self._draining)
+        self.engine_changed(self.frontend.engine.alive)  # it may have ended since it was built
         if self.has_batches:
             self._batches().start()
 

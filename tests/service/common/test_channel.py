@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from service.common.channel import Outbox, receive_descriptor
+from service.common.channel import Outbox, receive_descriptor, receive_descriptors, send
 
 
 def is_open(descriptor: int) -> bool:
@@ -38,6 +38,25 @@ def test_nobody_waits_for_a_reader_and_the_order_stays() -> None:
     outbox.put("last")
     outbox.close()
     assert theirs.recv() == "last" and not is_open(descriptor) and not is_open(other)
+
+
+def test_all_descriptors_of_a_message_arrive_or_none_stays_open() -> None:
+    """As when a process has reached its limit: the system then drops the descriptors of a message."""
+    ours, theirs = Pipe()
+    near, far = os.pipe()
+    send(ours, "two", (near, far))
+    assert theirs.recv() == "two"
+    both = receive_descriptors(theirs, 2)
+    assert len(both) == 2 and all(map(is_open, both))
+    send(ours, "one is missing", (far,))
+    os.write(ours.fileno(), b"x")
+    for descriptor in (far, *both):
+        os.close(descriptor)
+    assert theirs.recv() == "one is missing"
+    with pytest.raises(RuntimeError):
+        receive_descriptors(theirs, 2)
+    assert os.read(near, 1) == b"", "nobody holds the other end"
+    os.close(near)
 
 
 def threads() -> set[threading.Thread]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
@@ -82,6 +83,14 @@ def test_what_comes_after_the_end_is_told_too(far: Far) -> None:
     with pytest.raises(EngineDied):
         far.link.query("beat").result(30)
     assert far.deaths == 1
+
+
+@pytest.mark.parametrize("message", [b"no pickle", pickle.dumps(("events", None))], ids=["unreadable", "wrong"])
+def test_a_message_that_cannot_be_processed_ends_the_engine(far: Far, message: bytes) -> None:
+    """Nothing would read its further messages, and nothing notice its end."""
+    far.link.submit(request("a"))
+    far.connection.send_bytes(message)
+    assert far.dead.wait(30) and [(e.request_id, e.error) for e in far.events] == [("a", "died")]
 
 
 def test_answers_find_their_questions(far: Far) -> None:

@@ -28,6 +28,7 @@ class Engine:
         if not (Engine.outcomes.pop(0) if Engine.outcomes else True):
             raise OSError("it does not start")
         self.die, self.alive, self.sink, self.closed = on_death, True, None, False
+        self.dying = threading.Thread()
         self.pid = len(Engine.starts)
         Engine.made.append(self)
 
@@ -39,8 +40,11 @@ class Engine:
 
 
 class Watched:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, outcomes: list[bool], steady: float = 60.0) -> None:
-        for name, value in (("EngineProcess", Engine), ("FIRST_PAUSE", 0.02), ("LONGEST_PAUSE", 0.05),
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, outcomes: list[bool], steady: float = 60.0,
+        kind: type[Engine] = Engine,
+    ) -> None:  # fmt: skip
+        for name, value in (("EngineProcess", kind), ("FIRST_PAUSE", 0.02), ("LONGEST_PAUSE", 0.05),
                             ("MAX_RESTARTS", 3), ("STEADY", steady)):  # fmt: skip
             monkeypatch.setattr(engine_client, name, value)
         Engine.outcomes, Engine.starts, Engine.made = [True, *outcomes], [], []
@@ -71,6 +75,28 @@ def test_a_dead_engine_is_replaced_and_its_sink_goes_on(monkeypatch: pytest.Monk
     assert pauses[0] >= 0.02 and pauses[1] >= 0.04
     watched.engine.close()
     assert second.closed
+
+
+def test_an_engine_that_dies_at_once_is_told_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else health would say that there is an engine until the next one has loaded its model."""
+
+    class DiesAtOnce(Engine):
+        def start(self, sink: Any) -> None:
+            super().start(sink)
+            if self.pid == 2:
+                self.dying = threading.Thread(target=self.die)
+                self.dying.start()
+
+        def close(self) -> None:
+            super().close()
+            if len(Engine.made) == 2 and self.pid == 1:
+                Engine.made[1].dying.join(0.2)  # ends before, unless it waits for what has to be told first
+
+    watched = Watched(monkeypatch, outcomes=[True, True], kind=DiesAtOnce)
+    Engine.made[0].die()
+    watched.until(False, True, False, True)
+    assert watched.engine.pid == 3
+    watched.engine.close()
 
 
 def test_deaths_in_a_row_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

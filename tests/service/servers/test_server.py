@@ -70,6 +70,21 @@ def test_an_engine_that_comes_back_does_not_end_a_drain(running: RunningServer) 
     assert states(running) == of(NOT_SERVING, SERVING)
 
 
+def test_a_server_whose_engine_has_ended_is_not_serving_when_it_has_started(tmp_path: Path) -> None:
+    """As a frontend that replaces another one while the engine loads its model again."""
+
+    class Ended(FakeEngine):
+        alive = False
+
+    running = RunningServer(
+        str(make_served(tmp_path / "model", vision=False).path), engine=Ended(vocabulary=VOCAB)
+    )  # fmt: skip
+    assert states(running) == of(NOT_SERVING, SERVING)
+    running.server.engine_changed(True)
+    assert states(running) == of(SERVING, SERVING)
+    running.close()
+
+
 class Silent(FakeEngine):
     """An engine that takes requests and never answers them."""
 
