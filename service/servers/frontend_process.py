@@ -25,7 +25,7 @@ from service.common.config import ServerOptions
 from service.common.helper_process import STOP_HELPER, ignore_stop_signals, log_level, log_to_stderr
 from service.engine.engine_client import EngineLink
 from service.engine.types import EngineInfo
-from service.servers.lifetime import stop_signals, stop_when_told
+from service.servers.lifetime import started, stop_signals, stop_when_told
 from service.servers.limits import load_assets
 from service.servers.server import Server
 
@@ -128,13 +128,16 @@ async def serve(
     try:
         server = FrontendServer(options, link, member)
         server.private_socket = private_socket
-        await server.start()
+        ready = await started(server.start(), stopping)
     except ValueError as error:
         link.tell(("failed", str(error)))
         link.close()
         return 2
-    link.tell(("serving", server.port))
-    await stop_when_told(server, stopping, options.grace)
+    if ready:
+        link.tell(("serving", server.port))
+        await stop_when_told(server, stopping, options.grace)
+    else:
+        await server.stop(grace=0)
     return 0
 
 

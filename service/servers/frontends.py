@@ -40,7 +40,7 @@ from service.engine import wire
 from service.engine.engine_client import Loading, SupervisedEngine
 from service.engine.types import EngineEvent
 from service.servers.http_process import HttpProcess, http_beside
-from service.servers.lifetime import stop_signals, unless_stopped, until_stopped
+from service.servers.lifetime import started, stop_signals, unless_stopped, until_stopped
 
 log = logging.getLogger(__name__)
 
@@ -132,8 +132,8 @@ class Hub:
         for member in range(self._options.frontends):
             self._start_frontend(member)
         watch = threading.Thread(target=self._watch, name="saccade-frontend-watch", daemon=True)
-        self._threads.append(watch)
         watch.start()
+        self._threads.append(watch)
         try:
             for frontend in list(self._frontends.values()):
                 frontend.serving.result()
@@ -381,7 +381,7 @@ def reserved_port(options: ServerOptions) -> Iterator[int]:
 
 async def serve_frontends(options: ServerOptions) -> int:
     """Runs until SIGTERM or SIGINT; prints the ready line once all frontends serve. Returns the exit code."""
-    loop, stopping = asyncio.get_running_loop(), stop_signals()
+    stopping = stop_signals()
     async with contextlib.AsyncExitStack() as ends:
         http = await ends.enter_async_context(http_beside(options))
         port = ends.enter_context(reserved_port(options))
@@ -393,10 +393,13 @@ async def serve_frontends(options: ServerOptions) -> int:
         if hub is None:
             return 0
         try:
-            await loop.run_in_executor(None, hub.start)
+            ready = await started(asyncio.to_thread(hub.start), stopping)
         except BaseException:
             await hub.stop()
             raise
+        if not ready:
+            await hub.stop(grace=0)
+            return 0
         log.info("%d frontends on port %d; BatchService is off, because it needs frontends 1", options.frontends, port)
         await until_stopped(hub, stopping, options, http)
     return 0

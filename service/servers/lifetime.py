@@ -70,6 +70,23 @@ async def unless_stopped(load: Callable[[Loading], T], stopping: asyncio.Event) 
         ending.cancel()
 
 
+async def started(starting: Coroutine[Any, Any, None], stopping: asyncio.Event) -> bool:
+    """Waits until a server has started. False if a signal has come first; then the start is cancelled, and the server
+    has to be stopped. Raises what `starting` raises."""
+    start, stop = asyncio.create_task(starting), asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stop.cancel()
+    if start.done():
+        start.result()
+        return True
+    log.info("stopping before the server is ready")
+    start.cancel()
+    await asyncio.wait({start})
+    return False
+
+
 async def until_stopped(
     server: Stoppable, stopping: asyncio.Event, options: ServerOptions, http: HttpProcess | None = None
 ) -> None:

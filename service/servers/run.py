@@ -11,7 +11,7 @@ from service.model.assets import ModelAssets
 from service.model.hub import fetched
 from service.servers.frontends import serve_frontends
 from service.servers.http_process import http_beside
-from service.servers.lifetime import run_to_end, stop_signals, unless_stopped, until_stopped
+from service.servers.lifetime import run_to_end, started, stop_signals, unless_stopped, until_stopped
 from service.servers.limits import load_assets, make_image_pool
 from service.servers.preflight import check_options
 from service.servers.server import Server
@@ -51,12 +51,15 @@ async def serve(options: ServerOptions) -> int:
             if http is not None:
                 server.private_socket, server.tell_log_level = http.socket_of(0), http.tell_log_level
             servers.append(server)
-            await server.start()
+            ready = await started(server.start(), stopping)
         except BaseException:
             engine.close()
             pool.close()
             raise
-        await until_stopped(server, stopping, options, http)
+        if ready:
+            await until_stopped(server, stopping, options, http)
+        else:
+            await server.stop(grace=0)
     return 0
 
 

@@ -18,7 +18,7 @@ from decoder.sampling import SamplingParams
 from service.common.config import ServerOptions
 from service.engine.types import EngineRequest
 from service.servers import frontends
-from service.servers.frontends import Hub
+from service.servers.frontends import Hub, serve_frontends
 
 
 class Engine:
@@ -122,3 +122,29 @@ def test_a_new_frontend_is_told_last_what_is_true(hub: Hub, members: Frontends) 
     hub.start()
     told = [members.connections[0].recv() for _ in range(3)][1:]
     assert told == [("alive", False), ("alive", True)]
+
+
+def test_a_signal_ends_a_server_whose_frontends_are_starting(
+    members: Frontends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may take as long as `load_timeout` allows, an hour by default."""
+    members.serve = False
+
+    async def main() -> int:
+        stopping = asyncio.Event()
+        monkeypatch.setattr(frontends, "stop_signals", lambda: stopping)
+        serving = asyncio.create_task(serve_frontends(ServerOptions(frontends=2, port=0)))
+        try:
+            async with asyncio.timeout(10):
+                while len(members.processes) < 2:
+                    await asyncio.sleep(0.01)
+                members.connections[0].send(("serving", 50051))
+                stopping.set()
+                while any(process.poll() is None for process in members.processes):
+                    await asyncio.sleep(0.01)
+        finally:
+            members.close()
+        return await serving
+
+    assert asyncio.run(main()) == 0
+    assert [process.returncode for process in members.processes] == [-signal.SIGUSR1] * 2
