@@ -39,7 +39,17 @@ import torch
 from encoder.item import EncoderItem
 from encoder.schedule import choose
 from kernels.streams import mark
-from service.encoding.entries import MAX_ATTEMPTS, EncodingFailed, Entry, EntryState, Lease, Run, Work, separate
+from service.encoding.entries import (
+    MAX_ATTEMPTS,
+    EncoderUnavailable,
+    EncodingFailed,
+    Entry,
+    EntryState,
+    Lease,
+    Run,
+    Work,
+    separate,
+)
 
 
 class Handoff:
@@ -79,10 +89,9 @@ class Handoff:
                 f"the handoff bound of {self.max_tokens} tokens ({self.capacity_bytes} bytes)"
             )
         with self._lock:
-            entry = self._held.by_key.get(key)
+            entry = known = self._held.by_key.get(key)
             if entry is None:
                 entry = Entry(key, image.tokens, self._clock(), image=image)
-                self._held.add(entry)
             elif entry.tokens != image.tokens:
                 raise ValueError(f"the image takes {image.tokens} tokens, but its key has {entry.tokens} already")
             else:
@@ -91,6 +100,8 @@ class Handoff:
                 entry.image = entry.image or image
             lease = Lease(self._release, entry, owner, priority, deadline)
             entry.leases.add(lease)
+            if known is None:
+                self._held.add(entry)
         self.on_change()
         return lease
 
@@ -373,13 +384,23 @@ class _Entries:
         return self.used - self.cached_bytes() + entry.tokens * self.row_bytes <= self.capacity_bytes
 
     def reserve(self) -> None:
-        """Grants space in order of arrival, evicting cached rows, until the first entry that does not fit."""
+        """Grants space in order of arrival, evicting cached rows, until the first entry that does not fit. An entry for
+        which the device has no memory, even without cached rows, fails."""
         while self.waiting and self.fits(self.waiting[0]):
-            entry = self.waiting.popleft()
+            entry = self.waiting[0]
             need = entry.tokens * self.row_bytes
             while self.used + need > self.capacity_bytes:
                 self.evict(next(iter(self.cached.values())))
-            entry.rows = torch.empty(entry.tokens, self._hidden, dtype=self._dtype, device=self._device)
+            try:
+                entry.rows = torch.empty(entry.tokens, self._hidden, dtype=self._dtype, device=self._device)
+            except RuntimeError:  # torch's error for a lack of memory
+                if self.cached:
+                    self.evict(next(iter(self.cached.values())))
+                else:
+                    words = f"no memory for the image's {entry.tokens} tokens ({need} bytes of embeddings)"
+                    self.fail(entry, EncoderUnavailable(words))
+                continue
+            self.waiting.popleft()
             entry.reserved = mark(self._device)
             self.used += need
             entry.state = EntryState.RESERVED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,42 @@ def test_least_recently_used_rows_go_first() -> None:
     lease.release()
     assert handoff.lease(b"a", image(4), "r").ready
     assert not handoff.lease(b"b", image(4), "r").ready
+
+
+def test_without_memory_cached_rows_go_and_then_requests_get_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may have less memory than the handoff may take."""
+    left, real = 10, torch.empty
+
+    def empty(tokens: int, *sizes: int, **options: Any) -> torch.Tensor:
+        nonlocal left
+        if tokens > left:
+            raise RuntimeError("can't allocate memory")
+        left -= tokens
+        made: torch.Tensor = real(tokens, *sizes, **options)
+        weakref.finalize(made, give_back, tokens)
+        return made
+
+    def give_back(tokens: int) -> None:
+        nonlocal left
+        left += tokens
+
+    monkeypatch.setattr(torch, "empty", empty)
+    handoff = Handoff(100 * ROW, HIDDEN, torch.float32)
+    first = handoff.lease(b"a", image(6), "r1")
+    encode(handoff)
+    first.release()
+    kept = handoff.lease(b"b", image(6), "r2")
+    assert encode(handoff) == [b"b"] and kept.ready and handoff.stats()["evictions"] == 1
+    failed = handoff.lease(b"c", image(6), "r3")
+    assert isinstance(failed.error, EncoderUnavailable) and "6 tokens (96 bytes" in str(failed.error)
+    small = handoff.lease(b"d", image(4), "r4")
+    assert encode(handoff) == [b"d"] and small.ready
+    for lease in (kept, failed, small):
+        lease.release()
+    again = handoff.lease(b"c", image(6), "r5")
+    assert encode(handoff) == [b"c"] and again.ready
+    again.release()
+    handoff.check_integrity(idle=True)
 
 
 def test_a_failure_reaches_each_waiter_and_the_next_request_tries_again() -> None:
