@@ -163,6 +163,8 @@ class EncoderPool:
     def lost(self, link: Link, works: Sequence[Work], reason: str) -> None:
         if works:
             log.warning("encoder %s is lost with %d images in progress: %s", link.name, len(works), reason)
+        with self._lock:  # what is connected or started in its place is not late
+            self._late.pop(link.name, None)
         for work in works:
             self._end(link, work, "lost")
             self._handoff.retry(work, EncodingFailed(f"encoder {link.name} is lost: {reason}"))
@@ -177,8 +179,7 @@ class EncoderPool:
         with self._lock:
             self._given.pop(work.ticket, None)
             self._counts[how] += 1
-            if how != "lost":
-                self._late.pop(link.name, None)
+            self._late.pop(link.name, None)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 

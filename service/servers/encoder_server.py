@@ -160,8 +160,11 @@ class EncoderServer:
         self._set_health(False)
         if self._servicer is not None:
             self._servicer.drain()
+            seconds = self.options.grace if grace is None else grace
+            if self._thread.failure is not None:  # images in progress would not end; decoders send them to others
+                seconds = 0.0
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.options.grace if grace is None else grace):
+                async with asyncio.timeout(seconds):
                     await self._servicer.idle.wait()
         if self._server is not None:
             # Once and to its end: gRPC may hang if its stop is cancelled and called again.

@@ -486,6 +486,23 @@ def test_roles_that_make_no_sense_are_refused(options: dict[str, Any], message: 
         EngineOptions(**options)
 
 
+def test_an_encoder_that_fails_does_not_wait_for_images_that_it_will_not_encode(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its decoders send them to others as soon as it has ended."""
+
+    def fail() -> bool:
+        raise RuntimeError("broken")
+
+    with RunningEncoder(str(model), grace=3600.0) as broken, Pool(model, broken) as pool:
+        monkeypatch.setattr(broken.thread.encoder, "run_time_slice", fail)
+        lease = pool.lease(1, pool.image(1))
+        until(lambda: broken.thread.failure is not None)
+        broken.run(asyncio.wait_for(broken.server.stop(), 30))
+        until(lambda: pool.handoff.stats()["retries"] == 1)
+        lease.release()
+
+
 @pytest.mark.parametrize("role", ["all", "encoder"])
 def test_sizes_are_added_once_if_a_second_signal_comes_while_they_are(
     model: Path, tmp_path: Path, role: str, caplog: pytest.LogCaptureFixture

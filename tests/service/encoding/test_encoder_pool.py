@@ -148,6 +148,19 @@ def test_an_encoder_that_is_late_for_a_second_lease_is_given_up_once() -> None:
     assert late.abandoned == 1
 
 
+def test_an_encoder_that_dies_after_it_was_late_may_take_its_time_to_start_again() -> None:
+    """It was ended once more while it loaded its model, a lease after it had been late."""
+    late = FakeLink("late")
+    pool, handoff = make(late, lease=0.0)
+    ask(handoff, "a")
+    pool._give()
+    pool._take_back()
+    late.alive = False
+    pool.lost(late, [], "killed")
+    pool._give()
+    assert late.abandoned == 0 and not pool.stats()["encoders"]["late"]["late_now"]
+
+
 def test_what_nobody_waits_for_any_more_is_taken_back() -> None:
     link = FakeLink("one")
     pool, handoff = make(link)
