@@ -62,6 +62,8 @@ class LocalService:
         self._thread = threading.Thread(target=self._loop.run_forever, name="saccade-local", daemon=True)
         self._thread.start()
         self._closed = False
+        self._closing = threading.Lock()
+        """Held while a coroutine is started, so that none is after the loop has been told to end."""
         self._run(self._start()).result()
 
     async def _start(self) -> None:
@@ -69,10 +71,11 @@ class LocalService:
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts a coroutine on the service's loop. Cancelling the future cancels the coroutine."""
-        if self._closed:
-            coroutine.close()
-            raise errors.FailedPrecondition("this client is closed", reason="CLOSED")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        with self._closing:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise errors.FailedPrecondition("this client is closed", reason="CLOSED")
 
     def begin(self, method: str, request: Any, timeout: float | None = None) -> LocalCall:
         """Starts one of the unary methods of the gRPC services: Generate, Embed, Tokenize, GetModel, ListModels."""
@@ -148,9 +151,10 @@ class LocalService:
 
     def close(self) -> None:
         """Stops the engine and its threads; running calls end as cancelled. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
         self._frontend.close()
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -468,6 +468,23 @@ def test_closing_a_client_ends_calls_between_two_attempts(text_model: Path) -> N
     assert time.monotonic() - began < 20
 
 
+def test_a_client_that_is_closed_while_a_call_begins(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = saccade.LocalClient(text_model, dtype="float32", threads=1, max_len=100)
+    closing, begin = threading.Thread(target=client.close), asyncio.run_coroutine_threadsafe
+
+    def begin_late(coroutine: Any, loop: asyncio.AbstractEventLoop) -> Any:
+        monkeypatch.undo()
+        closing.start()
+        closing.join(0.2)  # ends before, unless it waits for the call's begin
+        return begin(coroutine, loop)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", begin_late)
+    with pytest.raises(saccade.errors.Cancelled):
+        client.generate("a", max_tokens=5)
+    closing.join(60)
+    assert not closing.is_alive()
+
+
 @pytest.mark.parametrize(
     ("images", "options", "parts"),
     [
