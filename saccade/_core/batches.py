@@ -141,7 +141,8 @@ def cancel_steps(batch_id: str) -> Steps[Batch]:
 
 
 def delete_steps(batch_id: str) -> Steps[None]:
-    yield Call("batch", "DeleteBatch", batch_pb2.DeleteBatchRequest(batch_id=check_string("batch_id", batch_id)))
+    request = batch_pb2.DeleteBatchRequest(batch_id=check_string("batch_id", batch_id))
+    yield Call("batch", "DeleteBatch", request, deletes=True)
 
 
 class Messages:

@@ -39,4 +39,5 @@ def get_steps(media_id: str) -> Steps[Media]:
 
 
 def delete_steps(media_id: str) -> Steps[None]:
-    yield Call("media", "DeleteMedia", media_pb2.DeleteMediaRequest(media_id=check_string("media_id", media_id)))
+    request = media_pb2.DeleteMediaRequest(media_id=check_string("media_id", media_id))
+    yield Call("media", "DeleteMedia", request, deletes=True)

@@ -96,6 +96,8 @@ class Retries:
         """Failures that a server itself has reported: its queue is full, it is draining, its engine has ended. gRPC
         does not know of them and would choose the same replica again. Lost connections, which gRPC notices itself, are
         not counted."""
+        self.lost = False
+        """Whether an attempt's answer was lost, so that the server may have done what the call asks for."""
 
     def progress(self) -> None:
         """The call has received something: failures are counted from 0 again."""
@@ -124,6 +126,7 @@ class Retries:
         if delay is None:
             raise seen from seen.__cause__
         self._last = seen
+        self.lost |= not seen.reason
         self.rejections += bool(seen.reason) and not isinstance(seen, RateLimited)
         if self._failures == _WARN_AT:
             level = logging.WARNING if type(seen) is Unavailable else logging.INFO

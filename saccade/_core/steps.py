@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 from saccade._core.retrying import Deadline, Retries
-from saccade.errors import SaccadeError
+from saccade.errors import NotFound, SaccadeError
 
 T = TypeVar("T")
 
@@ -33,6 +33,9 @@ class Call:
     """How often replicas have rejected the call so far; after a rejection, the next attempt goes to another replica."""
     stays: bool = False
     """Whether all attempts go to one replica, the one that has the call's files."""
+    deletes: bool = False
+    """Whether the call deletes something. If the answer of an attempt is lost, NotFound is the success of the next one.
+    """
 
     @property
     def request_id(self) -> str:
@@ -122,5 +125,7 @@ def _one(step: Call | Do, max_retries: int | None, deadline: Deadline) -> Action
         try:
             return (yield Send(step.after(retries.rejections), deadline.left()))
         except SaccadeError as error:
+            if step.deletes and retries.lost and isinstance(error, NotFound):
+                return None
             delay = retries.delay_after(step.judged(error))
         yield Wait(delay)

@@ -17,12 +17,14 @@ from wires import Wire
 import saccade
 from saccade import errors
 from saccade._core import retrying
+from saccade._core.batches import delete_steps as delete_batch
+from saccade._core.media import delete_steps as delete_media
 from saccade._core.methods import one_call
 from saccade._core.requests import build_request
 from saccade._core.resuming import StreamState
 from saccade._core.retrying import Deadline, Retries, retry_delay
 from saccade._core.settings import CallSettings
-from saccade._core.steps import Call, with_retries
+from saccade._core.steps import Call, Send, Steps, Wait, with_retries
 from saccade._sync.driver import run
 from saccade._sync.methods import Methods
 from saccade._transport.exchange import Exchange
@@ -30,6 +32,7 @@ from saccade.v1 import inference_pb2
 
 Code = grpc.StatusCode
 GONE = errors.Unavailable("gone", reason="ENGINE_DIED", retryable=True)
+LOST = errors.Unavailable("the connection is lost", retryable=True)
 IN_USE = errors.AlreadyExists("a request 'x' is running")
 Ask = Callable[..., saccade.Generation]
 
@@ -300,6 +303,30 @@ def test_a_server_that_stays_away_ends_the_wait_for_the_first_piece(address: str
             asyncio.run(by_asyncio())
     assert caught.value.reason in ("ENGINE_DIED", "FIRST_TOKEN_TIMEOUT")
     assert len(script.failures) > 9_900
+
+
+# -- attempts whose answers are lost -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delete", [delete_batch, delete_media])
+def test_what_a_lost_attempt_has_deleted_is_not_missing(delete: Callable[[str], Steps[None]]) -> None:
+    missing = errors.NotFound("there is none", reason="NOT_FOUND")
+    full = errors.Overloaded("full", reason="QUEUE_FULL", retryable=True)
+
+    def deleted_after(*failures: errors.SaccadeError) -> None:
+        actions = with_retries(delete("a"), None, Deadline(60.0))
+        assert isinstance(next(actions), Send)
+        for failure in failures:
+            assert isinstance(actions.throw(failure), Wait)
+            assert isinstance(actions.send(None), Send)
+        with pytest.raises(StopIteration):
+            actions.throw(missing)
+
+    deleted_after(LOST)
+    deleted_after(LOST, full)
+    for failures in ([], [full]):
+        with pytest.raises(errors.NotFound):
+            deleted_after(*failures)
 
 
 # -- who cancels while an attempt is being opened ----------------------------------------------------------------------
