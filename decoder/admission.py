@@ -51,10 +51,10 @@ class Admission:
             memory.count(sequence, not sequence.stuck)
         if not memory.batch_slot_free and memory.advancers == len(running):
             return
-        for sequence in self.queues.waiting_order():
+        for sequence in list(self.queues.waiting):
             if budget == 0:
                 break
-            if sequence.arrival in step.preempted or sequence.leader is not None:
+            if sequence.arrival in step.preempted:
                 continue
             hit = self.lookup(sequence)
             row = self._first_row(sequence, hit, budget)
@@ -96,8 +96,6 @@ class Admission:
 
     def could_start(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence has something to compute. Text before an image does not count if it is cached."""
-        if sequence.leader is not None:
-            return False
         done = max(sequence.computed, self.lookup(sequence).tokens)
         return sequence.ready_end(done) > max(done, sequence.barrier - 1)
 

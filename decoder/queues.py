@@ -7,6 +7,7 @@ above it that arrive within `ageing` steps after it, and not by those that arriv
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator
 
 from decoder.config import DecoderOptions
@@ -23,13 +24,16 @@ class Queues:
     def __init__(self, options: DecoderOptions) -> None:
         self.options = options
         self.waiting: list[Sequence] = []
+        """By urgency. Without followers, which only their leaders hold: there may be 64 samples of each prompt, and
+        each step goes through all waiting sequences."""
         self.running: list[Sequence] = []
         self.step_number = 0
         self._arrivals = 0
 
     def __iter__(self) -> Iterator[Sequence]:
-        yield from self.running
-        yield from self.waiting
+        for sequence in (*self.running, *self.waiting):
+            yield sequence
+            yield from sequence.followers
 
     # -- adding and removing -------------------------------------------------------------------------------------------
 
@@ -42,11 +46,15 @@ class Queues:
         level = max(-MAX_LEVEL, min(MAX_LEVEL, request.priority))
         sequence = Sequence(request, self._arrivals, limit, self.step_number - level * self.options.ageing)
         self._arrivals += 1
-        self.waiting.append(sequence)
-        if leader is not None:
+        if leader is None:
+            self._wait(sequence)
+        else:
             sequence.leader = leader
             leader.followers.append(sequence)
         return sequence
+
+    def _wait(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=lambda s: s.order)
 
     def _output_limit(self, request: DecoderRequest) -> int:
         """Largest number of output tokens of a request. Raises `ValueError` if not even one is possible."""
@@ -77,7 +85,7 @@ class Queues:
             sequence.barrier = sequence.ready_end() + 1
         sequence.status, sequence.draft = status, DraftState()
         self.running.remove(sequence)
-        self.waiting.append(sequence)
+        self._wait(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence, also from its group of samples: the first of its followers then leads the others."""
@@ -85,6 +93,7 @@ class Queues:
         if sequence.followers:
             first, *rest = sequence.followers
             first.leader, first.followers, sequence.followers = None, rest, []
+            self._wait(first)
             for other in rest:
                 other.leader = first
         if sequence.status is not Status.DONE:
@@ -96,6 +105,7 @@ class Queues:
         if follower.leader is not None:
             follower.leader.followers.remove(follower)
             follower.leader = None
+            self._wait(follower)
 
     # -- order ---------------------------------------------------------------------------------------------------------
 
@@ -106,14 +116,10 @@ class Queues:
         crowded = len(self.running) > budget
         return sorted(self.running, key=lambda s: (s.last_step if crowded else 0, not s.decoding, *s.order))
 
-    def waiting_order(self) -> list[Sequence]:
-        """Waiting sequences by urgency."""
-        return sorted(self.waiting, key=lambda s: s.order)
-
     def failed(self) -> list[tuple[Sequence, Exception]]:
-        """Sequences whose image sources have failed."""
-        with_images = (sequence for sequence in self if sequence.request.spans)
-        errors = ((sequence, sequence.source_error()) for sequence in with_images)
+        """Sequences whose image sources have failed, and those of their followers."""
+        failed = [s for s in (*self.running, *self.waiting) if s.request.spans and s.source_error() is not None]
+        errors = ((s, s.source_error()) for sequence in failed for s in (sequence, *sequence.followers))
         return [(sequence, error) for sequence, error in errors if error is not None]
 
 

@@ -176,8 +176,8 @@ class Scheduler:
 
         `cached`: without the cached ones, which takes lookups; otherwise the result is an upper bound.
         """
-        others = [other for other in self.queues if other is not sequence and other.leader is None]
-        before = [other for other in others if other.order < sequence.order]
+        others = (*self.running, *self.waiting)
+        before = [other for other in others if other is not sequence and other.order < sequence.order]
         return sum(
             max(0, other.prompt_len - max(other.computed, self.admission.lookup(other).tokens if cached else 0))
             for other in (*before, sequence)
@@ -191,7 +191,7 @@ class Scheduler:
             "forks": self.forks.forks,
             "fork_misses": self.forks.misses,
             "running": len(self.running),
-            "waiting": len(self.waiting),
+            "waiting": sum(1 for _ in self.queues) - len(self.running),
             "used_slots": sum(slot >= 0 for sequence in self.running for slot in sequence.held.slots),
             "used_pages": len({page for sequence in self.running for page in sequence.held.pages}),
             "host_bytes": self.memory.host.used,

@@ -411,6 +411,40 @@ def test_a_step_costs_the_same_however_many_pages_are_held(cache: bool, stuck: b
     assert many <= 1.1 * few, f"{few} lines with 8 pages a request, {many} with 200"
 
 
+def test_a_step_costs_the_same_however_many_samples_wait_for_their_prompt() -> None:
+    """Ten prompts, and memory for one of them. What others wait for is decided once for all of their samples."""
+
+    def cost(samples: int) -> int:
+        scheduler = make(blocks=6, max_seqs=2)
+        for number in range(10):
+            first = scheduler.queues.add(request(f"{number}/0", 12, 12))
+            for index in range(1, samples):
+                scheduler.queues.add(request(f"{number}/{index}", 12, 12), first)
+        advance(scheduler)
+        stats = scheduler.stats()
+        assert stats["running"] and stats["running"] + stats["waiting"] == 10 * samples
+        return lines_run(scheduler.schedule)
+
+    few, many = cost(2), cost(50)
+    assert many <= 1.1 * few, f"{few} lines with 2 samples of each prompt, {many} with 50"
+
+
+def test_samples_enter_by_urgency_whichever_way_they_come_to_wait() -> None:
+    """A sample that no longer waits for the first one, which has left, keeps its place before later requests."""
+    scheduler = make(max_seqs=1)
+    first = scheduler.queues.add(request("first/0", 5))
+    second = scheduler.queues.add(request("first/1", 5), first)
+    third = scheduler.queues.add(request("first/2", 5), first)
+    scheduler.queues.add(request("later", 5))
+    scheduler.queues.add(request("urgent", 5, priority=2))
+    scheduler.queues.remove(first)
+    scheduler.queues.ungroup(third)
+    assert [sequence.request_id for sequence in scheduler.waiting] == ["urgent", "first/1", "first/2", "later"]
+    scheduler.queues.remove(second)
+    ended = [name for _ in range(40) for name in advance(scheduler)[1]]
+    assert ended == ["urgent", "first/2", "later"]
+
+
 def test_the_first_in_order_is_never_preempted_for_want_of_a_place_in_host_memory() -> None:
     """The image rows of the other request are consumed and host memory is full: it is swapped although that exceeds the
     limit."""
