@@ -73,16 +73,16 @@ async def stream_several(call: HttpCall, caller: Caller, ask: Callable[[int], Aw
     stream."""
     turn, begun = asyncio.Lock(), asyncio.Event()
     waiting = min(count, CONCURRENT)
-    writers: list[Events] = []
+    writer: Events  # of the latest request; writes an error
 
     async def write(data: bytes) -> None:
         async with turn:
             await call.write(data)
 
     async def one(index: int) -> None:
-        nonlocal waiting
+        nonlocal waiting, writer
         request, events = await ask(index)
-        writers[:] = [events]
+        writer = events
         answer = caller.stream(request)
         try:
             started = await answer.start()
@@ -108,7 +108,7 @@ async def stream_several(call: HttpCall, caller: Caller, ask: Callable[[int], Aw
             raise
         error.request_id = error.request_id or call.request_id
         call.status = http_status(error)
-        await call.write(writers[0].error(error_object(error, call.status, call.fields), call.status))
+        await call.write(writer.error(error_object(error, call.status, call.fields), call.status))
     finally:
         call.front.streams -= 1
     await call.end()
