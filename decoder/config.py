@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from decoder.layers.descriptions import Attention
-from decoder.layers.spec import Layer, MixerSpec, PageSpec, SlotSpec, positive, require
+from decoder.layers.spec import Layer, LinearShape, MixerSpec, PageSpec, SlotSpec, positive, require
 from decoder.metadata import STATE_MODES
 from kernels.rope import Rope
 from kernels.weight_forms import FORMS
@@ -108,15 +108,22 @@ class DecoderConfig:
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor a checkpoint may hold for this model, `optional_weights` included."""
-        weights: dict[str, tuple[int, ...]] = {"model.embeddings.weight": (self.vocab_size, self.hidden_size)}
+        table = LinearShape((self.vocab_size, self.hidden_size))
+        weights: dict[str, tuple[int, ...]] = {
+            "model.embeddings.weight": table if self.tie_word_embeddings else tuple(table)
+        }
         for index, layer in enumerate(self.layers):
             found = layer.weights(self.hidden_size)
             weights |= {f"model.layers.{index}.{name}": shape for name, shape in found.items()}
         weights["model.norm_f.weight"] = (self.hidden_size,)
         weights |= self.mtp_weights()
         if not self.tie_word_embeddings:
-            weights["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+            weights["lm_head.weight"] = table
         return weights
+
+    def linear_weights(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of those of `expected_weights` that `DecoderOptions.weights` quantises."""
+        return {name: shape for name, shape in self.expected_weights().items() if isinstance(shape, LinearShape)}
 
     def optional_weights(self) -> frozenset[str]:
         """Names of `expected_weights` that a checkpoint may omit."""
@@ -134,7 +141,7 @@ class DecoderConfig:
         weights: dict[str, tuple[int, ...]] = {
             "mtp.layers.0.enorm.weight": (d,),
             "mtp.layers.0.hnorm.weight": (d,),
-            "mtp.layers.0.eh_proj.weight": (d, 2 * d),
+            "mtp.layers.0.eh_proj.weight": LinearShape((d, 2 * d)),
         }
         for index, spec in enumerate(self.mtp):
             weights[f"mtp.layers.{index}.norm.weight"] = (d,)

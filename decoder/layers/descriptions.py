@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from decoder.layers.spec import PageSpec, positive, require
+from decoder.layers.spec import LinearShape, PageSpec, positive, require
 from kernels.activation_names import GROUPED
 from kernels.rope import Rope
 
@@ -44,8 +44,8 @@ class Mlp:
 
     def weights(self) -> dict[str, tuple[int, ...]]:
         inner, names = self.intermediate_size, ("gate_proj", "up_proj") if self.gated else ("up_proj",)
-        found: dict[str, tuple[int, ...]] = {f"{name}.weight": (inner, self.hidden_size) for name in names}
-        found["down_proj.weight"] = (self.hidden_size, inner)
+        found: dict[str, tuple[int, ...]] = {f"{name}.weight": LinearShape((inner, self.hidden_size)) for name in names}
+        found["down_proj.weight"] = LinearShape((self.hidden_size, inner))
         if self.mlp_bias:
             found |= {f"{name}.bias": (inner,) for name in names} | {"down_proj.bias": (self.hidden_size,)}
         return found
@@ -102,7 +102,9 @@ class Experts:
         require(kept <= groups, f"topk_group {kept} is above n_group {groups}")
         available = kept * (experts // groups)
         require(
-            chosen <= available, f"num_experts_per_tok {chosen} is above the {available} experts of the kept groups"
+            chosen <= available,
+            f"num_experts_per_tok {chosen} is above the {available} experts of the kept groups, with n_routed_experts "
+            f"{experts}",
         )
 
     @property
@@ -133,14 +135,14 @@ class Experts:
         if self.routing == "sigmoid" and self.correction:
             found["gate.e_score_correction_bias"] = (experts,)
         for name, shape in self.expert.weights().items():
-            found[f"experts.{name.removesuffix('.weight')}"] = (experts, *shape)
+            found[f"experts.{name.removesuffix('.weight')}"] = LinearShape((experts, *shape))
         if self.shared is not None:
             found |= {f"shared_experts.{name}": shape for name, shape in self.shared.weights().items()}
         if self.shared_gate:
             found["shared_expert_gate.weight"] = (1, self.hidden_size)
         if self.moe_latent_size is not None:
-            found["fc1_latent_proj.weight"] = (self.moe_latent_size, self.hidden_size)
-            found["fc2_latent_proj.weight"] = (self.hidden_size, self.moe_latent_size)
+            found["fc1_latent_proj.weight"] = LinearShape((self.moe_latent_size, self.hidden_size))
+            found["fc2_latent_proj.weight"] = LinearShape((self.hidden_size, self.moe_latent_size))
             if self.mlp_bias:
                 found |= {"fc1_latent_proj.bias": (self.moe_latent_size,), "fc2_latent_proj.bias": (self.hidden_size,)}
         return found
@@ -175,7 +177,8 @@ class Attention:
     """Whether these norms are over all heads of a token together."""
 
     def __post_init__(self) -> None:
-        positive(self, "num_attention_heads", "kv_heads", "head_dim")
+        positive(self, "num_attention_heads", "head_dim")
+        require(self.kv_heads >= 1, f"num_key_value_heads must be at least 1, not {self.kv_heads}")
         require(not (self.gate and self.head_gate), "gate and head_gate are both true; at most one of them can be")
         require(self.window is None or self.window >= 1, f"window must be at least 1, not {self.window}")
         require(self.qk_norm is None or self.qk_norm > 0, f"qk_norm must be above 0, not {self.qk_norm}")
@@ -223,18 +226,20 @@ class Attention:
     def weights(self) -> dict[str, tuple[int, ...]]:
         d, q, kv = self.hidden_size, self.num_attention_heads * self.head_dim, self.kv_heads * self.head_dim
         found: dict[str, tuple[int, ...]] = {
-            "q_proj.weight": (q, d),
-            "k_proj.weight": (kv, d),
-            "v_proj.weight": (kv, d),
-            "o_proj.weight": (d, q),
+            "q_proj.weight": LinearShape((q, d)),
+            "k_proj.weight": LinearShape((kv, d)),
+            "v_proj.weight": LinearShape((kv, d)),
+            "o_proj.weight": LinearShape((d, q)),
         }
         if self.attention_bias:
             found |= {"q_proj.bias": (q,), "k_proj.bias": (kv,), "v_proj.bias": (kv,), "o_proj.bias": (d,)}
         if self.gate:
-            found |= {"gate_proj.weight": (q, d)} | ({"gate_proj.bias": (q,)} if self.attention_bias else {})
+            found["gate_proj.weight"] = LinearShape((q, d))
+            found |= {"gate_proj.bias": (q,)} if self.attention_bias else {}
         if self.head_gate:
             heads = self.num_attention_heads
-            found |= {"g_proj.weight": (heads, d)} | ({"g_proj.bias": (heads,)} if self.attention_bias else {})
+            found["g_proj.weight"] = LinearShape((heads, d))
+            found |= {"g_proj.bias": (heads,)} if self.attention_bias else {}
         if self.qk_norm is not None:
             whole = self.qk_norm_whole
             found |= {"q_norm.weight": (q if whole else self.head_dim,)}

@@ -41,8 +41,7 @@ class GatedDeltaMixer:
     ) -> None:
         self.spec, self.windows, self.states, self.ring = spec, windows_SWC, states_SHKV, ring_SLX
         parts = [weights[f"in_proj_{name}.weight"] for name in ("z", *spec.inputs, "b", "a")]
-        # b and a have one output per head, and the whole state depends on them: published checkpoints keep them plain.
-        self.in_proj = fused_linear(parts, None, options, kept=2)
+        self.in_proj = fused_linear(parts, None, options, kept=2)  # b and a stay plain
         self.out_proj = named_linear(weights, "out_proj", options)
         heads = spec.num_value_heads
         self.sizes = [spec.values, spec.conv_dim, heads, heads]

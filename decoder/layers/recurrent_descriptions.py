@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from decoder.layers.spec import SlotSpec, positive, require
+from decoder.layers.spec import LinearShape, SlotSpec, positive, require
 from kernels.native.state_blocks import StateShape
 
 
@@ -79,7 +79,7 @@ class Mamba2:
     def weights(self) -> dict[str, tuple[int, ...]]:
         d, inner, conv, heads = self.hidden_size, self.inner, self.conv_dim, self.mamba_num_heads
         found: dict[str, tuple[int, ...]] = {
-            "in_proj.weight": (inner + conv + heads, d),
+            "in_proj.weight": LinearShape((inner + conv + heads, d)),
             "conv1d.weight": (conv, 1, self.conv_kernel),
             "A_log": (heads,),
             "D": (heads,),
@@ -87,7 +87,7 @@ class Mamba2:
         }
         if self.gated_norm != "gate_only":
             found["norm.weight"] = (inner,)
-        found["out_proj.weight"] = (d, inner)
+        found["out_proj.weight"] = LinearShape((d, inner))
         if self.use_conv_bias:
             found["conv1d.bias"] = (conv,)
         if self.use_bias:
@@ -168,17 +168,20 @@ class GatedDelta:
     def weights(self) -> dict[str, tuple[int, ...]]:
         d, heads = self.hidden_size, self.num_value_heads
         channels = (self.keys, self.keys, self.values) if self.separate else (self.conv_dim,)
-        projections = {f"in_proj_{name}.weight": (n, d) for name, n in zip(self.inputs, channels, strict=True)}
+        projections = {
+            f"in_proj_{name}.weight": LinearShape((n, d)) for name, n in zip(self.inputs, channels, strict=True)
+        }
         return {
             **projections,
-            "in_proj_z.weight": (self.values, d),
+            "in_proj_z.weight": LinearShape((self.values, d)),
+            # b and a have one output per head, and the whole state depends on them: published files keep them plain.
             "in_proj_b.weight": (heads, d),
             "in_proj_a.weight": (heads, d),
             "conv1d.weight": (self.conv_dim, 1, self.conv_kernel),
             "A_log": (heads,),
             "dt_bias": (heads,),
             "norm.weight": (self.value_head_dim,),
-            "out_proj.weight": (d, self.values),
+            "out_proj.weight": LinearShape((d, self.values)),
         }
 
     def optional_weights(self) -> frozenset[str]:
@@ -209,9 +212,9 @@ class ShortConv:
     def weights(self) -> dict[str, tuple[int, ...]]:
         d = self.hidden_size
         found: dict[str, tuple[int, ...]] = {
-            "in_proj.weight": (3 * d, d),
+            "in_proj.weight": LinearShape((3 * d, d)),
             "conv1d.weight": (d, 1, self.conv_kernel),
-            "out_proj.weight": (d, d),
+            "out_proj.weight": LinearShape((d, d)),
         }
         if self.conv_bias:
             found |= {"in_proj.bias": (3 * d,), "conv1d.bias": (d,), "out_proj.bias": (d,)}

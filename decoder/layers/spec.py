@@ -18,6 +18,13 @@ def weights_below(weights: Weights, prefix: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
+class LinearShape(tuple[int, ...]):
+    """The shape of a weight that `DecoderOptions.weights` quantises: `[out, in]` of a linear layer, or of a
+    stack of them, `[layers, out, in]`. Weights of other shapes stay plain."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class SlotSpec:
     """Memory of fixed size per sequence: a convolution window and, in most kinds of layers, a recurrent state."""
@@ -72,7 +79,8 @@ class MixerSpec(Protocol):
         ...
 
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor that a checkpoint may have for this mixer."""
+        """Name -> shape of every tensor that a checkpoint may have for this mixer, a `LinearShape` for those that are
+        quantised."""
         ...
 
     def optional_weights(self) -> frozenset[str]:

@@ -20,6 +20,7 @@ from kernels.linear import quantised_bytes
 from kernels.linear.layouts import is_compact_width
 from kernels.native.instruction_sets import NativeUnavailable, choose, processor_features, supported
 from kernels.native.library import origin
+from kernels.weight_forms import kind_and_group
 from service.common.config import ConfigError, EngineOptions, ServerOptions
 from service.common.roles import warn_of_unused
 from service.engine.build import check_decoders, dtype_loss
@@ -28,7 +29,6 @@ from service.engine.runner_options import decoder_options, encoder_options, reso
 from service.model.adapter import Adapter
 from service.model.checkpoint import Checkpoint
 from service.model.hub import fetched
-from service.model.quantise import quantised_name
 from service.model.resolve import checkpoint_of, resolve_vision
 
 CLIP_FRAMES = 32
@@ -121,7 +121,8 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         quantised = f", or in the format they are stored in: {', '.join(checkpoint.formats)}"
     elif checkpoint.declared is not None and not checkpoint.files.files:
         quantised = f"; the files would be smaller: {checkpoint.declared.method}"
-    what = f"{checkpoint.parameters(options.role) / 1e6:.1f} M parameters of {item} bytes{quantised}"
+    count = checkpoint.parameters(options.role, drafts=options.speculative == "mtp")
+    what = f"{count / 1e6:.1f} M parameters of {item} bytes{quantised}"
     rows.append(("weights", size(total), what))
     if (adapter := checkpoint.adapter) is not None:
         rows.append(("  adapter", size(adapter.nbytes), _merged(adapter, checkpoint)))
@@ -200,19 +201,20 @@ def _checkpoints_row(decoder: DecoderOptions, layout: ArenaLayout, blocks: int) 
 
 def weight_bytes(options: EngineOptions, checkpoint: Checkpoint) -> int:
     """Bytes of all weights of the role; weights that are stored or loaded in a quantised format count as such."""
-    item = resolve_dtype(options, checkpoint).itemsize
-    total = checkpoint.served_bytes(options.role, item)
-    if options.role == "encoder" or options.weights is None:
-        return total
-    linear = _linear_shapes(checkpoint)
-    held = sum(checkpoint.weight_bytes(name, item) for name in linear)
-    return total - held + sum(quantised_bytes(shape, options.weights) for shape in linear.values())
+    item, form = resolve_dtype(options, checkpoint).itemsize, options.weights
+    linear = {} if form is None else checkpoint.config.decoder.linear_weights()
+    total = 0
+    for name in _kept(options, checkpoint):
+        if form is None or name not in linear or checkpoint.kind_of(name) == kind_and_group(form)[0]:
+            total += checkpoint.weight_bytes(name, item)
+        else:
+            total += quantised_bytes(linear[name], form)
+    return total
 
 
-def _linear_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """The shapes of the decoder's linear layers, by name."""
-    tied, shapes = checkpoint.config.decoder.tie_word_embeddings, checkpoint.decoder_shapes().items()
-    return {name: shape for name, shape in shapes if quantised_name(name, tied=tied)}
+def _kept(options: EngineOptions, checkpoint: Checkpoint) -> list[str]:
+    """Native names of the weights that stay in memory."""
+    return checkpoint.served(options.role, drafts=options.speculative == "mtp")
 
 
 def compact_savings(options: EngineOptions, checkpoint: Checkpoint) -> int:
@@ -229,7 +231,8 @@ def compact_savings(options: EngineOptions, checkpoint: Checkpoint) -> int:
     is_compact = not text.tie_word_embeddings and is_compact_width(text.hidden_size)
     numbers = text.vocab_size * text.hidden_size if is_compact else 0
     if chosen.compact_weights and options.weights is None and not checkpoint.formats:
-        numbers += sum(map(math.prod, _linear_shapes(checkpoint).values()))
+        linear = text.linear_weights()
+        numbers += sum(math.prod(linear[name]) for name in _kept(options, checkpoint) if name in linear)
     return numbers // 2
 
 

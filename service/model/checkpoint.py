@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from families import CheckpointError, Target
 from families.files import optional_json
+from kernels.weight_forms import kind_and_group
 from service.model.adapter import Adapter
 from service.model.cache import resolve_model
 from service.model.formats.declared import disagreements, read_declared
@@ -201,24 +202,30 @@ class Checkpoint:
             if name in self._sources
         }
 
-    def _served(self, role: str) -> Iterator[str]:
-        """Native names of the weights that a server of this role uses."""
+    def served(self, role: str = "all", *, drafts: bool = True) -> list[str]:
+        """Native names of the weights that a server of this role keeps. `drafts`: whether the multi-token prediction
+        head drafts; without that it is read, but not kept."""
         decoder = self.config.decoder.expected_weights()
-        for name in self._sources:
-            if role == "all" or (name in decoder) == (role == "decoder"):
-                yield name
+        unused = {} if drafts else self.config.decoder.mtp_weights()
+        return [
+            name
+            for name in self._sources
+            if name not in unused and (role == "all" or (name in decoder) == (role == "decoder"))
+        ]
 
-    def parameters(self, role: str = "all") -> int:
-        """Number of parameters that a server of this role uses."""
-        stored = {name for ours in self._served(role) for name in self._sources[ours].names}
+    def parameters(self, role: str = "all", *, drafts: bool = True) -> int:
+        """Number of parameters that a server of this role keeps, as in `served`."""
+        stored = {name for ours in self.served(role, drafts=drafts) for name in self._sources[ours].names}
         return sum(math.prod(self.weights[name].shape) for name in stored)
 
-    def served_bytes(self, role: str, item: int) -> int:
-        """Bytes of the weights of a server of this role: plain ones with `item` bytes per number, others as stored."""
-        return sum(self.weight_bytes(name, item) for name in self._served(role))
+    def kind_of(self, name: str) -> str:
+        """How the weight of a native name is stored: `plain`, or one of `kernels.linear.KINDS`."""
+        scheme = self.weights[self._sources[name].names[0]].scheme
+        kinds: dict[str, str] = {"gptq": "int4", "awq": "int4", "own": kind_and_group(self.config.weights or "")[0]}
+        return kinds.get(scheme, scheme.partition("-")[0])
 
     def weight_bytes(self, name: str, item: int) -> int:
-        """Bytes of the weight of a native name; see `served_bytes`."""
+        """Bytes of the weight of a native name: a plain one with `item` bytes per number, others as stored."""
         source = self._sources[name]
         stored = [self.weights[each] for each in source.names]
         total = sum(math.prod(w.shape) * item if w.scheme == "plain" else w.nbytes for w in stored)

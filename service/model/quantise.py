@@ -13,7 +13,6 @@ weight.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
+from decoder.config import DecoderConfig
 from kernels.linear import quantise
 from kernels.weight_forms import kind_and_group
 from service.common.config import ConfigError
@@ -33,21 +33,6 @@ from service.model.modelconfig import WEIGHTS_FORMAT, WEIGHTS_KEY
 from service.model.weight_sources import EMBEDDINGS, HEAD
 
 SHARD_BYTES = 2 * 2**30
-_LINEAR = re.compile(
-    r"(in_proj(_qkv|_[qkvz])?|out_proj|[qkvog]_proj|gate_proj|up_proj|down_proj|fc[12]_latent_proj|^lm_head)(\.weight)?$"
-)
-
-
-def quantised_name(native: str, *, tied: bool = False) -> bool:
-    """Whether a decoder weight of this native name belongs to a linear layer that is quantised. The gates of the gated
-    delta rule (`in_proj_a`, `in_proj_b`) are not: in published files they are plain, and they are small. `tied`: the
-    table of embeddings is the vocabulary projection.
-    """
-    if tied and native == EMBEDDINGS:
-        return True
-    return (native.startswith("model.layers.") or native == HEAD) and bool(_LINEAR.search(native))
-
-
 REPORT = "quantization_report.json"
 FORMATS = ("saccade", "compressed-tensors")
 
@@ -110,7 +95,7 @@ def _write(source: Checkpoint, out: Path, kind: str, form: str) -> Written:
             shutil.copy2(file, out / file.name)
     written, shards = Written(), _Shards(out)
     store = _own if form == "saccade" else _published
-    decoder, tied = set(source.config.decoder.expected_weights()), source.config.decoder.tie_word_embeddings
+    chosen, tied = _chosen(source.config.decoder, form), source.config.decoder.tie_word_embeddings
     for name, entry in source.files.table.items():
         tensor = source.files.read(name)
         written.before += entry.nbytes
@@ -120,8 +105,7 @@ def _write(source: Checkpoint, out: Path, kind: str, form: str) -> Written:
             if name not in source.stored_names(EMBEDDINGS):
                 continue  # a copy of the embeddings, from which it would differ once they are quantised
             ours = EMBEDDINGS
-        head = ours in (HEAD, EMBEDDINGS) and form != "saccade"
-        if ours in decoder and quantised_name(ours, tied=tied) and not head:
+        if ours in chosen:
             parts = _stored(store, name, tensor, kind, written)
         else:
             parts = {name: tensor.clone()}
@@ -138,6 +122,12 @@ def _write(source: Checkpoint, out: Path, kind: str, form: str) -> Written:
     report = {"kind": kind, "format": form, "relative_error": written.errors, "plain": written.plain}
     (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     return written
+
+
+def _chosen(decoder: DecoderConfig, form: str) -> set[str]:
+    """Native names of the weights that are quantised: in this server's own format those that `--weights` quantises.
+    Other servers expect the vocabulary projection and prediction heads to be plain."""
+    return {name for name in decoder.linear_weights() if form == "saccade" or name.startswith("model.layers.")}
 
 
 def _stored(store: Store, name: str, tensor: Tensor, kind: str, written: Written) -> dict[str, Tensor]:

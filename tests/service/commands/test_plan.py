@@ -6,7 +6,9 @@ import json
 import math
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,15 @@ from quantised_checkpoint import quantise_files
 from quantised_files import FORMATS
 from qwen_checkpoint import make_qwen
 from qwen_vision import random_tower
+from text_families import FAMILIES, make_text_checkpoint
 from tiny_checkpoint import make_checkpoint
 
 import saccade
 from decoder.arena import Arena
 from decoder.config import DecoderOptions
+from decoder.runner import DecoderRunner
 from encoder.plan import describe
-from kernels.linear import Linear
+from kernels.linear import Linear, Quantised
 from kernels.machine_memory import machine_memory
 from kernels.native.instruction_sets import SETS, processor_features, supported
 from kernels.native.structs import Kind
@@ -495,3 +499,85 @@ def test_what_compiled_code_stores_in_12_bits(hidden: int, tmp_path: Path) -> No
     assert cell(weights="int8") == less(table, weights="int8")
     assert cell(instruction_set="avx2") == less(table)
     assert cell(dtype="float32") is None and cell(native="off") is None
+
+
+def _text_model(family: str, path: Path, seed: int) -> object:
+    return make_text_checkpoint(path, family, seed)
+
+
+MODELS: dict[str, Callable[[Path, int], object]] = {
+    **{family: partial(_text_model, family) for family in FAMILIES},
+    "nemotron_h": lambda path, seed: make_checkpoint(
+        path, seed, vision=False, text={"pattern": "M*-E", "moe_latent_size": 16}
+    ),
+    "qwen3_5": lambda path, seed: make_qwen(path, seed, moe=False, mtp=True),
+    "qwen3_5_moe": lambda path, seed: make_qwen(path, seed, moe=True),
+}  # fmt: skip
+
+
+def quantised_below(owner: object) -> list[Quantised]:
+    """The quantised weights that an object, or what it refers to, holds."""
+    found: dict[int, Quantised] = {}
+    seen: dict[int, object] = {}
+    left = [owner]
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen[id(each)] = each
+        if isinstance(each, Quantised):
+            found[id(each)] = each
+        elif isinstance(each, dict):
+            left += each.values()
+        elif isinstance(each, list | tuple):
+            left += each
+        elif type(each).__module__.partition(".")[0] in ("decoder", "kernels"):
+            left += vars(each).values() if hasattr(each, "__dict__") else []
+    return list(found.values())
+
+
+@pytest.mark.parametrize("seed", [1, 2, 5])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_bytes_of_weights_are_those_that_loading_allocates(tmp_path: Path, model: str, seed: int) -> None:
+    """In every family the decoder quantises the layers that the plan counts as such, and those alone, and a quantised
+    file has the same. Compiled code has no products of fp8 with float16, so that weights stay as they are quantised."""
+    MODELS[model](tmp_path / "model", seed)
+    checkpoint = open_checkpoint(str(tmp_path / "model"))
+    decoder = checkpoint.config.decoder
+    drafting = "mtp" if decoder.mtp else "none"
+    loading = DecoderOptions(
+        dtype=torch.float16, weights="fp8", speculative=drafting, max_seqs=1, max_len=64, native="off"
+    )
+    quantised = quantised_below(DecoderRunner(decoder, loading, checkpoint.decoder_weights()))
+    plain = checkpoint.parameters() - sum(weight.shape.numel() for weight in quantised)
+    allocated = 4 * plain + sum(weight.nbytes for weight in quantised)
+    options = EngineOptions(model=str(tmp_path / "model"), weights="fp8", dtype="float32", speculative=drafting)
+    assert weight_bytes(options, checkpoint) == allocated
+    written = quantise_checkpoint(checkpoint, tmp_path / "small", "fp8")
+    assert written.after == allocated
+    small = open_checkpoint(str(tmp_path / "small"))
+    assert weight_bytes(replace(options, model=str(tmp_path / "small"), weights=None), small) == allocated
+
+
+def test_a_prediction_head_takes_memory_only_if_it_drafts(tmp_path: Path) -> None:
+    make_qwen(tmp_path, 5, moe=False, mtp=True)
+    checkpoint, bytes_of = open_checkpoint(str(tmp_path)), {}
+    for drafting in ("none", "ngram", "mtp"):
+        options = EngineOptions(model=str(tmp_path), dtype="float32", speculative=drafting)
+        bytes_of[drafting] = weight_bytes(options, checkpoint)
+        count = checkpoint.parameters(drafts=drafting == "mtp")
+        assert f"{count / 1e6:.1f} M parameters" in plan(options)[0].rows[1][2]
+    numbers = sum(math.prod(shape) for shape in checkpoint.config.decoder.mtp_weights().values())
+    assert bytes_of["none"] == bytes_of["ngram"] == bytes_of["mtp"] - 4 * numbers
+
+
+def test_weights_of_the_wanted_kind_are_counted_as_they_are_stored(tmp_path: Path) -> None:
+    """They are not quantised again while they are loaded, whatever their groups are."""
+    source = make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "M*-", "hidden_size": 64})
+    quantise_checkpoint(open_checkpoint(str(source.path)), tmp_path / "small", "int4-32")
+    small = str(tmp_path / "small")
+    fine, coarse = (
+        weight_bytes(EngineOptions(model=small, dtype="float32", weights=form), open_checkpoint(small))
+        for form in (None, "int4")
+    )
+    assert fine == coarse
