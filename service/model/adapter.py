@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ METHODS = ("use_dora", "use_rslora")
 """The settings `use_...` of other methods than plain LoRA that are served."""
 OTHER_METHODS = ("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config")
 """Further settings with which an adapter is not just a change of weights."""
+ALL_LINEAR = "all-linear"
+"""Value of `target_modules` for all linear layers but the vocabulary projection."""
 STARTS = ("gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights`, besides true and false, that leave the weights of the model as they are."""
 _PAIR = re.compile(
@@ -53,6 +55,8 @@ class AdapterConfig:
     """Likewise, instead of `alpha`."""
     rank_stabilised: bool
     dora: bool
+    biases: bool
+    """`lora_bias`: whether each pair of matrices has a bias."""
     tied: bool
     """`ensure_weight_tying`: changes of the embeddings are changes of a tied vocabulary projection too."""
     parameters: tuple[str, ...]
@@ -60,6 +64,14 @@ class AdapterConfig:
     tokens: Mapping[str, tuple[int, ...]]
     """`trainable_token_indices`: name of a table of embeddings, or the end of it -> ids of its trained rows. An empty
     name stands for any table."""
+    modules: tuple[str, ...]
+    """`target_modules` if it is a list: names of modules that have pairs of matrices, or ends of such names."""
+    pattern: str | None
+    """`target_modules` if it is a regular expression for whole names of modules; `.*` for `all-linear`."""
+    narrowed: bool
+    """Whether further settings choose among the modules that `target_modules` names."""
+    saved: tuple[str, ...]
+    """`modules_to_save`: ends of names of modules that were trained as a whole."""
     base: str
     """Name of the model that the adapter was trained for; empty if the file does not say."""
     version: tuple[int, ...]
@@ -74,6 +86,7 @@ class AdapterConfig:
         file = str(path / ADAPTER_CONFIG)
         config = read_json(path / ADAPTER_CONFIG)
         _check_method(config, file)
+        modules = config.get("target_modules")
         return cls(
             rank=count(config, "r", 8, most=MOST_RANK, file=file),
             alpha=number(config, "lora_alpha", 8, file=file),
@@ -83,9 +96,14 @@ class AdapterConfig:
             alphas={key: number(of, key, 0, file=where) for key, of, where in _entries(config, "alpha", file)},
             rank_stabilised=flag(config, "use_rslora", file=file),
             dora=flag(config, "use_dora", file=file),
+            biases=flag(config, "lora_bias", file=file),
             tied=flag(config, "ensure_weight_tying", file=file),
             parameters=tuple(_texts(config, "target_parameters", file)),
             tokens=_tokens(config.get("trainable_token_indices"), file),
+            modules=() if isinstance(modules, str) else tuple(_texts(config, "target_modules", file)),
+            pattern=_module_pattern(modules, file) if isinstance(modules, str) else None,
+            narrowed=any(config.get(name) is not None for name in ("exclude_modules", "layers_to_transform")),
+            saved=tuple(_texts(config, "modules_to_save", file)),
             base=str(config.get("base_model_name_or_path") or ""),
             version=tuple(map(int, re.findall(r"\d{1,9}", str(config.get("peft_version") or ""))[:2])),
         )
@@ -122,11 +140,22 @@ def _entries(config: Mapping[str, Any], kind: str, file: str) -> list[tuple[str,
     if not isinstance(table, dict):
         raise CheckpointError(f"{file}: {name} must be an object, not {table!r}")
     for key in table:
-        try:
-            _expression(key)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise CheckpointError(f"{file}: {name}: {key!r} is not a regular expression: {error}") from None
+        _check_expression(_ending, key, f"{file}: {name}")
     return [(key, table, f"{file}: {name}") for key in table]
+
+
+def _module_pattern(given: str, file: str) -> str:
+    """`target_modules` as a regular expression. Raises CheckpointError."""
+    pattern = ".*" if given.lower() == ALL_LINEAR else given
+    _check_expression(re.compile, pattern, f"{file}: target_modules")
+    return pattern
+
+
+def _check_expression(made: Callable[[str], re.Pattern[str]], pattern: str, where: str) -> None:
+    try:
+        made(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{where}: {pattern!r} is not a regular expression: {error}") from None
 
 
 def _texts(config: Mapping[str, Any], name: str, file: str) -> list[str]:
@@ -148,13 +177,13 @@ def _is_ids(value: Any) -> bool:
     return numbers and len(set(value)) == len(value)
 
 
-def _expression(pattern: str) -> re.Pattern[str]:
-    """A pattern stands for the end of a name, as in PEFT."""
+def _ending(pattern: str) -> re.Pattern[str]:
+    """Of `rank_pattern` and `alpha_pattern`, which stand for ends of names, as in PEFT."""
     return re.compile(rf"(?:.*\.)?(?:{pattern})$")
 
 
 def _matching(patterns: Mapping[str, Any], key: str, default: Any) -> Any:
-    return next((value for pattern, value in patterns.items() if _expression(pattern).match(key)), default)
+    return next((value for pattern, value in patterns.items() if _ending(pattern).match(key)), default)
 
 
 Shape = tuple[int, ...]
@@ -264,6 +293,20 @@ class LowRank:
         return ""
 
 
+@dataclass
+class _Tensors:
+    """The tensors of an adapter by kind, without PEFT's prefix and the names of its wrappers."""
+
+    pairs: dict[str, dict[int, dict[str, str]]] = field(default_factory=dict)
+    """Module -> number of wrappers around it -> role in a pair, such as `A` or `B.bias` -> tensor."""
+    saved: dict[str, str] = field(default_factory=dict)
+    """Parameter -> the tensor that takes its place."""
+    replaced: dict[str, str] = field(default_factory=dict)
+    """Parameter -> a copy of what it was before."""
+    rows: dict[str, str] = field(default_factory=dict)
+    """Table of embeddings -> trained rows of it."""
+
+
 Change = Saved | Added | Rows | LowRank
 Known = Callable[[str], bool]
 """Whether the model has a parameter of this name."""
@@ -295,39 +338,80 @@ class Adapter:
     def changes(self, known: Known) -> list[Change]:
         """All changes, in the order in which they are to be made. Raises CheckpointError listing the tensors that do
         not belong together or contradict the configuration."""
-        pairs: dict[str, dict[int, dict[str, str]]] = {}
-        saved: dict[str, str] = {}
-        replaced: dict[str, str] = {}
-        rows: list[Change] = []
-        for tensor, entry in sorted(self.files.table.items()):
+        found = self._sorted()
+        for parameter in found.replaced.keys() - found.saved.keys():
+            raise self._error(f"{found.replaced[parameter]} is there without the tensor that replaces it")
+        self._check_expressions(sorted(found.pairs))
+        added = [change for module, pairs in found.pairs.items() for change in self._of_module(module, pairs, known)]
+        rows = [self._rows(module, tensor, self.files.table[tensor].shape) for module, tensor in found.rows.items()]
+        whole = [Saved(parameter, self._part(tensor)) for parameter, tensor in found.saved.items()]
+        return [*whole, *rows, *added]
+
+    def check_named(self, layers: Collection[str], tied: Collection[str]) -> None:
+        """Raises CheckpointError for a module that the configuration names and of which the file has nothing: a part of
+        what was trained would be missing. PEFT warns of that.
+
+        `layers`: the model's modules that may have pairs of matrices. A name in `target_modules` that none of them has
+        is ignored, as in PEFT: training tools write the usual names whatever the model. `tied`: last parts of the names
+        of modules that share a weight, of which the file may have one.
+        """
+        found, config = self._sorted(), self.config
+        pairs, rows = list(found.pairs), list(found.rows)
+        saved = [parameter.rpartition(".")[0] for parameter in found.saved]
+        targets = () if config.narrowed else [name for name in config.modules if _named(name, layers)]
+        for setting, names, there in (
+            ("target_modules", targets, [*pairs, *saved]),
+            ("modules_to_save", config.saved, saved),
+            ("trainable_token_indices", config.tokens, rows),
+        ):
+            shared = any(_last(module) in tied for module in there)
+            for name in names:
+                if not _named(name, there) and not (shared and _last(name) in tied):
+                    raise self._lacks(f"{setting} names {name!r}" if name else f"{setting} is set", there)
+        pattern = config.pattern
+        if pattern and not config.parameters and not any(re.fullmatch(pattern, module) for module in pairs):
+            raise self._lacks(f"target_modules is {pattern!r}", pairs)
+
+    def _lacks(self, what: str, there: Collection[str]) -> CheckpointError:
+        has = ", ".join(sorted(set(map(_last, there)))) or "none"
+        return CheckpointError(
+            f"{self.path / ADAPTER_CONFIG}: {what}, and {ADAPTER_WEIGHTS} has no tensors of such modules; those that "
+            f"it has are of {has}"
+        )
+
+    def _sorted(self) -> _Tensors:
+        """The tensors by kind. Raises CheckpointError for two that are the same."""
+        found = _Tensors()
+        for tensor in sorted(self.files.table):
             name = tensor.removeprefix(PREFIX)
             if pair := _PAIR.fullmatch(name):
                 module, wrappers, role = pair.groups()
-                roles = pairs.setdefault(module, {}).setdefault(wrappers.count("."), {})
-                if (first := roles.setdefault(role.removesuffix(".weight"), tensor)) != tensor:
-                    raise self._error(f"{first} and {tensor} have the same name")
+                roles = found.pairs.setdefault(module, {}).setdefault(wrappers.count("."), {})
+                self._put(roles, role.removesuffix(".weight"), tensor)
             elif of := _TOKENS.fullmatch(name):
-                rows.append(self._rows(of[1], tensor, entry.shape))
+                self._put(found.rows, of[1], tensor)
             elif _REPLACED.search(name):
-                replaced[_REPLACED.sub("", name)] = tensor
+                self._put(found.replaced, _REPLACED.sub("", name), tensor)
             else:
-                first = saved.setdefault(_WRAPPER.sub("", name), tensor)
+                first = found.saved.setdefault(_WRAPPER.sub("", name), tensor)
                 if first != tensor and not self.files.same(first, tensor):  # PEFT saves some biases twice
                     raise self._error(f"{first} and {tensor} are the same parameter, and they differ")
-        for parameter in replaced.keys() - saved.keys():
-            raise self._error(f"{replaced[parameter]} is there without the tensor that replaces it")
-        self._check_expressions(sorted(pairs))
-        added = [change for module in pairs for change in self._of_module(module, pairs[module], known)]
-        whole = [Saved(parameter, self._part(tensor)) for parameter, tensor in saved.items()]
-        return [*whole, *rows, *added]
+        return found
+
+    def _put(self, into: dict[str, str], key: str, tensor: str) -> None:
+        if (first := into.setdefault(key, tensor)) != tensor:
+            raise self._error(f"{first} and {tensor} have the same name")
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {problem}")
 
     def _check_expressions(self, modules: list[str]) -> None:
-        patterns = {pattern for pattern in (*self.config.ranks, *self.config.alphas) if not _PLAIN.fullmatch(pattern)}
-        where = f"{self.path / ADAPTER_CONFIG}: rank_pattern and alpha_pattern"
-        check_expressions(sorted(_expression(pattern).pattern for pattern in patterns), modules, where)
+        config = self.config
+        patterns = {pattern for pattern in (*config.ranks, *config.alphas) if not _PLAIN.fullmatch(pattern)}
+        expressions = [_ending(pattern).pattern for pattern in sorted(patterns)]
+        expressions += [] if config.pattern is None else [config.pattern]
+        where = f"{self.path / ADAPTER_CONFIG}: rank_pattern, alpha_pattern and target_modules"
+        check_expressions(expressions, modules, where)
 
     def _rows(self, module: str, tensor: str, shape: Shape) -> Rows:
         ids = next((ids for end, ids in self.config.tokens.items() if not end or _ends(module, end)), ())
@@ -363,6 +447,9 @@ class Adapter:
             raise self._error(
                 f"use_dora is {str(self.config.dora).lower()}, but {module} {there}: lora_magnitude_vector"
             )
+        if (bias is not None) != self.config.biases:
+            there = f"has one: {bias}" if bias else "has none: lora_B.bias"
+            raise self._error(f"lora_bias is {str(self.config.biases).lower()}, but {module} {there}")
         if unused := set(roles.values()) - {down, up, magnitude, bias}:
             raise self._error(f"{unused.pop()} is beside {down}, so that it would not be used")
         rank, scale = self.config.rank_of(key), self.config.scale_of(key)
@@ -379,3 +466,14 @@ class Adapter:
 def _ends(name: str, end: str) -> bool:
     """Whether `end` is the last parts of a name with dots, or all of them."""
     return name == end or name.endswith(f".{end}")
+
+
+def _named(end: str, modules: Collection[str]) -> bool:
+    """Whether one of the modules, or a module that contains one, has a name with this end. PEFT does not ask for whole
+    parts of names either."""
+    return any(re.search(rf"{re.escape(end)}(\.|$)", module) for module in modules)
+
+
+def _last(name: str) -> str:
+    """The last part of a name with dots."""
+    return name.rpartition(".")[2]

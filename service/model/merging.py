@@ -176,6 +176,8 @@ def match_adapter(
         return not found or any(name in sources for name in found)
 
     changes = adapter.changes(known)
+    if adapter.files.files:
+        adapter.check_named(*_modules(config, sources, stored))
     if config.decoder.tie_word_embeddings:
         config, changes = _of_tied(adapter, config, changes, sources)
     expected, _ = expected_weights(config)
@@ -195,6 +197,19 @@ def match_adapter(
     if base and _last(base) != _last(config.name):
         log.warning("%s: its configuration says that it is for %s; it is used for %s", adapter.path, base, config.name)
     return Merges(adapter, merges), replace(config, name=f"{config.name}+{adapter.name}")
+
+
+def _modules(
+    config: ModelConfig, sources: Mapping[str, Source], stored: Mapping[str, StoredWeight]
+) -> tuple[list[str], list[str]]:
+    """Names in the files of the decoder's linear layers and of the table of embeddings; last parts of the names of
+    modules of transformers that share a weight. Experts are no layers, since transformers has them as parameters."""
+    decoder = config.decoder
+    names = {EMBEDDINGS, *decoder.linear_weights()} - decoder.mtp_weights().keys()
+    found = [sources[native] for native in names if native in sources]
+    weights = [stored[name] for source in found if source.target.how != "stack" for name in source.names]
+    layers = [weight.module for weight in weights if len(weight.shape) == 2 and weight.parts]
+    return layers, ["lm_head", "embed_tokens", "embeddings"] if decoder.tie_word_embeddings else []
 
 
 def _of_tied(

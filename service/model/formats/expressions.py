@@ -18,18 +18,18 @@ expressions, names = json.load(sys.stdin)
 for number, expression in enumerate(expressions):
     print(number, flush=True)
     try:
-        match = re.compile(expression).match
+        tried = re.compile(expression)
     except Exception:  # reported by the process that reads it
         continue
     for name in names:
-        match(name)
+        tried.match(name), tried.fullmatch(name)
 """
 
 
 def check_expressions(expressions: Collection[str], names: Collection[str], where: str) -> None:
-    """Compiles the expressions and matches each with all names in a process of its own, so that doing the same in this
-    one is known to end. Raises CheckpointError with the expression that does not end in time. `where`: the file and
-    key, for errors."""
+    """Compiles the expressions and matches each with all names, from their beginning and as a whole, in a process of
+    its own, so that doing the same in this one is known to end. Raises CheckpointError with the expression that does
+    not end in time. `where`: the file and key, for errors."""
     if not expressions:
         return
     given = list(expressions)

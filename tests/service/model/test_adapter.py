@@ -227,6 +227,7 @@ def test_whole_parameters_biases_and_rows(bamba: Any, tmp_path: Path) -> None:
     table = parameters["model.embed_tokens.weight"]
     tensors = pair(query, parameters[f"{query}.weight"]) | pair(up, parameters[f"{up}.weight"]) | {
         f"{query}.base_layer.bias": random_tensor(*parameters[f"{query}.bias"].shape),
+        f"{query}.lora_B.bias": random_tensor(*parameters[f"{query}.bias"].shape, seed=1),
         f"{up}.lora_B.bias": random_tensor(*parameters[f"{up}.bias"].shape),
         "model.final_layernorm.weight": 1 + random_tensor(table.shape[1]),
         "lm_head.weight": random_tensor(*table.shape),
@@ -238,14 +239,17 @@ def test_whole_parameters_biases_and_rows(bamba: Any, tmp_path: Path) -> None:
     changed[[7, 2, 90]] = tensors["model.embed_tokens.token_adapter.trainable_tokens_delta"]
     changes = {
         f"{query}.weight": parameters[f"{query}.weight"] + product(tensors, query),
-        f"{query}.bias": tensors[f"{query}.base_layer.bias"],
+        f"{query}.bias": tensors[f"{query}.base_layer.bias"] + tensors[f"{query}.lora_B.bias"] * (6 / 4),
         f"{up}.weight": parameters[f"{up}.weight"] + product(tensors, up),
         f"{up}.bias": parameters[f"{up}.bias"] + tensors[f"{up}.lora_B.bias"] * (6 / 4),
         "model.final_layernorm.weight": tensors["model.final_layernorm.weight"],
         "lm_head.weight": tensors["lm_head.weight"],
         "model.embed_tokens.weight": changed,
     }
-    adapter = write_adapter(tmp_path / "adapter", tensors, bias="lora_only", trainable_token_indices=[7, 2, 90])
+    adapter = write_adapter(
+        tmp_path / "adapter", tensors, bias="lora_only", lora_bias=True, trainable_token_indices=[7, 2, 90],
+        target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head", "final_layernorm"],
+    )  # fmt: skip
     check_equal(bamba, adapter, changes, tmp_path / "merged")
 
 
@@ -337,6 +341,19 @@ def test_tied_matrices(tied: Any, tmp_path: Path, of: str) -> None:
     assert checkpoint.config.decoder.tie_word_embeddings == (of in ("rows", "ensured"))
 
 
+@pytest.mark.parametrize("of", ["lm_head", EMBED])
+def test_one_of_two_tied_modules_that_were_saved(tied: Any, tmp_path: Path, of: str) -> None:
+    """The file may have one of them; it has to have one."""
+    rows = tied.model.get_input_embeddings().weight.detach()
+    settings = {"modules_to_save": ["embed_tokens", "lm_head"]}
+    adapter = write_adapter(tmp_path / "one", {f"{of}.weight": random_tensor(*rows.shape)}, **settings)
+    assert opened(tied.path, adapter).merges
+    layer = layer_of(tied.model, "down_proj")
+    neither = write_adapter(tmp_path / "neither", pair(layer, linear_layers(tied.model)[layer]), **settings)
+    with pytest.raises(CheckpointError, match="modules_to_save names 'embed_tokens', and"):
+        opened(tied.path, neither)
+
+
 # -- answers and identity --------------------------------------------------------------------------------------------
 
 
@@ -416,6 +433,20 @@ def test_an_adapter_of_another_model_is_a_warning(bamba: Any, tmp_path: Path, ca
         ({"target_parameters": "experts"}, "target_parameters must be a list of names"),
         ({"trainable_token_indices": [1, 1]}, "trainable_token_indices must be lists of different token ids"),
         ({"trainable_token_indices": {"embed_tokens": [-1]}}, "trainable_token_indices must be"),
+        ({"lora_bias": True}, "lora_bias is true, but .*q_proj has none: lora_B.bias"),
+        ({"target_modules": 3}, "target_modules must be a list of names"),
+        ({"target_modules": "("}, "target_modules: '\\(' is not a regular expression"),
+        ({"target_modules": ["q_proj", "v_proj"]}, "target_modules names 'v_proj', and .*; those .* has are of q_proj"),
+        ({"target_modules": ["embed_tokens"]}, "target_modules names 'embed_tokens', and adapter_model.saf"),
+        ({"target_modules": ["q_proj", "w1", "gate_up_proj"]}, None),
+        ({"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0]}, None),
+        ({"target_modules": r".*\.k_proj"}, "target_modules is .*k_proj', and .*; those .* has are of q_proj"),
+        ({"target_modules": r"(?i)model\.layers\.\d+\.Self_Attn\.q_proj"}, None),
+        ({"target_modules": "all-linear"}, None),
+        ({"modules_to_save": "lm_head"}, "modules_to_save must be a list of names"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save names 'lm_head', and .*; those .* has are of none"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices is set, and .*; those .* has are of none"),
+        ({"trainable_token_indices": {"embed_tokens": [1]}}, "trainable_token_indices names 'embed_tokens', and"),
         ({"r": 8}, "lora_A.weight and lora_B have ranks 4 and 4; adapter_config.json says 8"),
         ({"use_dora": True}, "use_dora is true, but .*q_proj has none: lora_magnitude_vector"),
     ],
@@ -446,6 +477,7 @@ def changed(tensors: Tensors, layer: str, change: str) -> Tensors:
         "magnitude": {**tensors, f"{layer}.lora_magnitude_vector": up[:, 0]},
         "twice-wrapped": tensors | {name.replace(".lora", ".base_layer.lora"): tensors[name] for name in tensors},
         "bias-shape": {**tensors, f"{layer}.bias": up[:3, 0]},
+        "lora-bias": {**tensors, f"{layer}.lora_B.bias": up[:, 0]},
         "both-kinds": {**tensors, f"{layer}.lora_embedding_A": down, f"{layer}.lora_embedding_B": up},
         "named-twice": {**tensors, f"{layer}.lora_A": down},
         "saved-twice": {**tensors, "lm_head.weight": up, "lm_head.modules_to_save.weight": 2 * up},
@@ -471,6 +503,7 @@ def changed(tensors: Tensors, layer: str, change: str) -> Tensors:
         ("magnitude", "use_dora is false, but .* has one: lora_magnitude_vector"),
         ("twice-wrapped", "has 2 pairs of lora_A and lora_B, and target_parameters names 0"),
         ("bias-shape", r"bias has shape \[3\], not \["),
+        ("lora-bias", "lora_bias is false, but .*q_proj has one: .*lora_B.bias"),
         ("both-kinds", "is beside .*lora_embedding_A, so that it would not be used"),
         ("named-twice", "lora_A and .*lora_A.weight have the same name"),
         ("saved-twice", "lm_head.modules_to_save.weight and .*lm_head.weight are the same parameter, and they differ"),
@@ -532,6 +565,8 @@ def test_parts_of_a_model_that_are_not_served(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.INFO):
         opened(tiny.path, write_adapter(tmp_path / "a", sound | pair(layer, linear_layers(tiny.model)[layer])))
     assert "1 changes are of parts of the model that are not served, such as sound_encoder.x.weight" in caplog.text
+    saved = {"sound_projection.linear.weight": random_tensor(4, 4)} | pair(layer, linear_layers(tiny.model)[layer])
+    assert opened(tiny.path, write_adapter(tmp_path / "c", saved, modules_to_save=["sound_projection"])).merges
     with pytest.raises(CheckpointError, match="none of them changes a part of the model that is served"):
         opened(tiny.path, write_adapter(tmp_path / "b", sound))
 
