@@ -48,8 +48,9 @@ def section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}
 
 
-def check_types(config: type, values: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for the first of `values` that the type of its field in the dataclass does not allow."""
+def check_types(config: type, values: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Raises CheckpointError for the first of `values` that the type of its field in the dataclass does not allow.
+    `names`: fields -> what the file calls them, where that is something else."""
     for name, hint in get_type_hints(config).items():
         value = values.get(name)
         kind = next((kind for kind in _KINDS if hint in (kind, kind | None)), None)
@@ -57,23 +58,29 @@ def check_types(config: type, values: Mapping[str, Any]) -> None:
             continue
         fits = _is_finite(value) if kind is float else isinstance(value, kind)
         if not fits or (isinstance(value, bool) and kind is not bool):
-            raise CheckpointError(f"config.json: {name} must be {_KINDS[kind]}, not {value!r}")
+            raise CheckpointError(f"{CONFIG}: {names.get(name, name)} must be {_KINDS[kind]}, not {value!r}")
+        if kind is int and value > MOST:
+            raise CheckpointError(f"{CONFIG}: {names.get(name, name)} is {value}; at most {MOST} is served")
 
 
 CONFIG = "config.json"
+MOST = 2**63 - 1
+"""The largest whole number that is read: products and quotients of a few such numbers are numbers of a float."""
+LARGEST = 1e38
+"""The same for numbers that are not whole: a float32 holds it."""
 MOST_LAYERS, WIDEST_HEAD = 2**12, 2**16
 """Above all that is published. Each layer's weights and each number of a head are listed before the files are
 compared: with a much larger number that takes minutes and all memory."""
 
 
 def count(
-    text: Mapping[str, Any], name: str, default: int | None = None, *, most: int | None = None, file: str = CONFIG
+    text: Mapping[str, Any], name: str, default: int | None = None, *, most: int = MOST, file: str = CONFIG
 ) -> int:
     """Reads an integer from 1 to `most`. Raises CheckpointError naming the field and the file."""
     [value] = required(text, name) if default is None else [first(text, name, default=default)]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"{file}: {name} must be a whole number of at least 1, not {value!r}")
-    if most is not None and value > most:
+    if value > most:
         raise CheckpointError(f"{file}: {name} is {value}; at most {most} is served")
     return value
 
@@ -86,11 +93,13 @@ def _given(text: Mapping[str, Any], name: str, default: Any, null: Any) -> Any:
 def number(
     text: Mapping[str, Any], name: str, default: float, *, null: float | None = None, file: str = CONFIG
 ) -> float:
-    """Reads a finite number above 0. `null`: what null in the file stands for; None: the same as an absent field.
-    Raises CheckpointError naming the field and the file."""
+    """Reads a number above 0 and at most `LARGEST`. `null`: what null in the file stands for; None: the same as an
+    absent field. Raises CheckpointError naming the field and the file."""
     value = _given(text, name, default, null)
     if not _is_finite(value) or value <= 0:
         raise CheckpointError(f"{file}: {name} must be a number above 0, not {value!r}")
+    if value > LARGEST:
+        raise CheckpointError(f"{file}: {name} is {value}; at most {LARGEST:g} is served")
     return float(value)
 
 
@@ -130,14 +139,22 @@ def head_width(text: Mapping[str, Any], hidden_size: int, heads: int) -> int:
     return count(text, "head_dim", hidden_size // heads, most=WIDEST_HEAD)
 
 
-def time_steps(text: Mapping[str, Any]) -> tuple[float, float]:
-    """Both numbers of `time_step_limit`; the upper one may be null. Raises CheckpointError naming the field."""
-    limit = first(text, "time_step_limit", default=(0.0, math.inf))
+def share(text: Mapping[str, Any], name: str, default: float, *, null: float | None = None) -> float:
+    """Like `number`, for a number of at most 1."""
+    value = number(text, name, default, null=null)
+    if value > 1:
+        raise CheckpointError(f"{CONFIG}: {name} must be at most 1, not {value:g}")
+    return value
+
+
+def time_steps(text: Mapping[str, Any], name: str = "time_step_limit") -> tuple[float, float]:
+    """Both bounds of the time steps; the upper one may be null. Raises CheckpointError naming the field."""
+    limit = first(text, name, default=(0.0, math.inf))
     if isinstance(limit, list | tuple) and len(limit) == 2:
         low, high = limit[0], math.inf if limit[1] is None else limit[1]
-        if isinstance(low, int | float) and isinstance(high, int | float) and 0 <= low <= high:
+        if _is_finite(low) and (_is_finite(high) or high == math.inf) and 0 <= low <= high:
             return float(low), float(high)
-    raise CheckpointError(f"{CONFIG}: time_step_limit must be two numbers in increasing order, not {limit!r}")
+    raise CheckpointError(f"{CONFIG}: {name} must be two numbers in increasing order, not {limit!r}")
 
 
 def only(text: Mapping[str, Any], name: str, served: object) -> None:
@@ -160,6 +177,21 @@ def check_processor(settings: Mapping[str, Any], served: Mapping[str, Any], file
         raise CheckpointError(f"{file}: rescale_factor is {settings['rescale_factor']!r}; 1/255 is served")
 
 
+TOWER_NAMES = {"num_heads": "num_attention_heads", "num_layers": "num_hidden_layers"}
+"""Sizes of towers -> fields of files."""
+EXPERT_NAMES = {"n_routed_experts": "num_experts"}
+"""Fields of `Experts` -> fields of files."""
+MAMBA_NAMES = {
+    "mamba_num_heads": "mamba_n_heads", "mamba_head_dim": "mamba_d_head", "n_groups": "mamba_n_groups",
+    "ssm_state_size": "mamba_d_state", "conv_kernel": "mamba_d_conv", "chunk_size": "mamba_chunk_size",
+}  # fmt: skip
+"""Fields of `Mamba2` -> fields of files that `mamba2` reads."""
+DELTA_NAMES = {
+    "num_key_heads": "linear_num_key_heads", "num_value_heads": "linear_num_value_heads",
+    "key_head_dim": "linear_key_head_dim", "value_head_dim": "linear_value_head_dim",
+    "conv_kernel": "linear_conv_kernel_dim",
+}  # fmt: skip
+"""Fields of `GatedDelta` -> fields of files."""
 MAMBA_OR_ATTENTION = {
     "mamba": "mamba", "linear_attention": "mamba", "attention": "attention", "full_attention": "attention"
 }  # fmt: skip
@@ -185,7 +217,7 @@ def mamba2(
     None: `mamba_expand` times the hidden size. `others`: further fields of the description. Raises CheckpointError."""
     heads, expand = count(text, "mamba_n_heads", 128), count(text, "mamba_expand", 2)
     width = first(text, "mamba_d_head", default="auto")
-    size = f"{expand} x hidden_size {hidden_size}" if inner is None else f"mamba_d_ssm {inner}"
+    size = f"mamba_expand {expand} x hidden_size {hidden_size}" if inner is None else f"mamba_d_ssm {inner}"
     inner = expand * hidden_size if inner is None else inner
     if inner % heads:
         raise CheckpointError(f"config.json: mamba_n_heads {heads} does not divide {size}")
@@ -194,20 +226,21 @@ def mamba2(
         raise CheckpointError(
             f"config.json: mamba_d_head is {width}, and mamba_n_heads {heads} and {size} make it {each}"
         )
-    return Mamba2(
-        hidden_size=hidden_size,
-        mamba_num_heads=heads,
-        mamba_head_dim=each,
-        n_groups=count(text, "mamba_n_groups", 1),
-        ssm_state_size=count(text, "mamba_d_state", 256),
-        conv_kernel=count(text, "mamba_d_conv", 4),
-        chunk_size=count(text, "mamba_chunk_size", 256),
-        time_step_limit=time_steps(text),
-        use_conv_bias=flag(text, "mamba_conv_bias", True, null=False),  # as in transformers
-        use_bias=flag(text, "mamba_proj_bias"),
-        norm_eps=norm_eps,
-        **others,
-    )
+    with checkpoint_errors(CONFIG, MAMBA_NAMES):
+        return Mamba2(
+            hidden_size=hidden_size,
+            mamba_num_heads=heads,
+            mamba_head_dim=each,
+            n_groups=count(text, "mamba_n_groups", 1),
+            ssm_state_size=count(text, "mamba_d_state", 256),
+            conv_kernel=count(text, "mamba_d_conv", 4),
+            chunk_size=count(text, "mamba_chunk_size", 256),
+            time_step_limit=time_steps(text),
+            use_conv_bias=flag(text, "mamba_conv_bias", True, null=False),  # as in transformers
+            use_bias=flag(text, "mamba_proj_bias"),
+            norm_eps=norm_eps,
+            **others,
+        )
 
 
 def attention(
@@ -242,7 +275,8 @@ def rope(text: Mapping[str, Any], dims: int, *, kinds: tuple[str, ...] = ("defau
         raise CheckpointError(f"config.json: rope_type {kind!r} is not served; {kinds[0]!r} is")
     if dims < 2 or dims % 2:
         raise CheckpointError(
-            f"config.json: head_dim times partial_rotary_factor is {dims}; it must be even and at least 2"
+            f"{CONFIG}: head_dim (or hidden_size / num_attention_heads) times partial_rotary_factor is {dims}; it must "
+            "be even and at least 2"
         )
     rotated = None
     if kind == "proportional":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,15 +37,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def checkpoint_errors(place: str) -> Iterator[None]:
+def checkpoint_errors(place: str, names: Mapping[str, str] | None = None) -> Iterator[None]:
     """Turns errors inside that a value of a wrong type or size causes (TypeError, ValueError, OverflowError) into
-    CheckpointErrors that begin with `place`, a file or a field."""
+    CheckpointErrors that begin with `place`, a file or a field. `names`: fields of our own descriptions -> what the
+    file calls them, for messages."""
     try:
         yield
     except CheckpointError:
         raise
     except (TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{place}: {error}") from None
+        message = re.sub(r"\w+", lambda word: (names or {}).get(word[0], word[0]), str(error))
+        raise CheckpointError(f"{place}: {message}") from None
 
 
 def optional_json(path: Path) -> dict[str, Any]:

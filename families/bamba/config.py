@@ -25,7 +25,7 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
     fields.only(text, "hidden_act", "silu")
     fields.only(text, "is_causal", True)
     eps = fields.number(text, "rms_norm_eps", 1e-5)
-    rotated = fields.number(fields.rope_parameters(text), "partial_rotary_factor", ROTATED)
+    rotated = fields.share(fields.rope_parameters(text), "partial_rotary_factor", ROTATED)
     kinds: dict[str, MixerSpec] = {
         "mamba": fields.mamba2(text, hidden, eps),
         "attention": fields.attention(text, hidden, rotated=rotated, kv_heads=KV_HEADS),
@@ -53,7 +53,9 @@ def _attention_layers(text: Mapping[str, Any], layers: int) -> set[int]:
     if not isinstance(found, list) or any(type(index) is not int for index in found):
         raise CheckpointError(f"config.json: attn_layer_indices must be a list of whole numbers, not {found!r}")
     if beyond := sorted(index for index in found if not 0 <= index < layers):
-        raise CheckpointError(f"config.json: attn_layer_indices names layer {beyond[0]} of {layers}")
+        raise CheckpointError(
+            f"config.json: attn_layer_indices names layer {beyond[0]} of {layers} (num_hidden_layers)"
+        )
     return set(found)
 
 

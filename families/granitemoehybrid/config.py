@@ -9,7 +9,7 @@ from decoder.config import DecoderConfig
 from decoder.layers.descriptions import Experts, Mlp
 from decoder.layers.spec import Layer, MixerSpec
 from families import fields
-from families.files import CheckpointError, first
+from families.files import CheckpointError, checkpoint_errors, first
 
 
 def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
@@ -61,16 +61,17 @@ def _feed_forward(text: Mapping[str, Any], hidden: int, shared: int) -> tuple[tu
     mlp = ("shared_mlp", Mlp(hidden, shared, "silu", gated=True))
     if first(text, "num_local_experts") == 0:
         return (mlp,)
-    experts = Experts(
-        hidden_size=hidden,
-        n_routed_experts=fields.count(text, "num_local_experts", 8),
-        num_experts_per_tok=fields.count(text, "num_experts_per_tok", 2),
-        moe_intermediate_size=fields.count(text, "intermediate_size"),
-        moe_shared_expert_intermediate_size=None,
-        mlp_hidden_act="silu",
-        gated=True,
-        routing="softmax",
-    )
+    with checkpoint_errors(fields.CONFIG, {"n_routed_experts": "num_local_experts"}):
+        experts = Experts(
+            hidden_size=hidden,
+            n_routed_experts=fields.count(text, "num_local_experts", 8),
+            num_experts_per_tok=fields.count(text, "num_experts_per_tok", 2),
+            moe_intermediate_size=fields.count(text, "intermediate_size"),
+            moe_shared_expert_intermediate_size=None,
+            mlp_hidden_act="silu",
+            gated=True,
+            routing="softmax",
+        )
     return ("moe", experts), mlp
 
 

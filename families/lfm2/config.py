@@ -101,7 +101,7 @@ def _listed(text: Mapping[str, Any], layers: int) -> list[str]:
     if not isinstance(found, list) or any(type(index) is not int for index in found):
         raise CheckpointError(f"config.json: full_attn_idxs must be a list of whole numbers, not {found!r}")
     if beyond := sorted(index for index in found if not 0 <= index < layers):
-        raise CheckpointError(f"config.json: full_attn_idxs names layer {beyond[0]} of {layers}")
+        raise CheckpointError(f"config.json: full_attn_idxs names layer {beyond[0]} of {layers} (num_hidden_layers)")
     return [ATTENTION if index in found else CONVOLUTION for index in range(layers)]
 
 
@@ -115,19 +115,20 @@ def dense_layers(text: Mapping[str, Any]) -> int:
 
 def experts(text: Mapping[str, Any], hidden: int) -> Experts:
     """Reads the experts' fields. Raises CheckpointError."""
-    return Experts(
-        hidden_size=hidden,
-        n_routed_experts=fields.count(text, "num_experts", 32),
-        num_experts_per_tok=fields.count(text, "num_experts_per_tok", 4),
-        moe_intermediate_size=fields.count(text, "moe_intermediate_size", 1792),
-        moe_shared_expert_intermediate_size=None,
-        mlp_hidden_act="silu",
-        gated=True,
-        norm_topk_prob=fields.flag(text, "norm_topk_prob", True, null=False),
-        routed_scaling_factor=fields.number(text, "routed_scaling_factor", 1.0),
-        correction=fields.flag(text, "use_expert_bias", True, null=False),
-        weight_epsilon=1e-6,
-    )
+    with checkpoint_errors(fields.CONFIG, fields.EXPERT_NAMES):
+        return Experts(
+            hidden_size=hidden,
+            n_routed_experts=fields.count(text, "num_experts", 32),
+            num_experts_per_tok=fields.count(text, "num_experts_per_tok", 4),
+            moe_intermediate_size=fields.count(text, "moe_intermediate_size", 1792),
+            moe_shared_expert_intermediate_size=None,
+            mlp_hidden_act="silu",
+            gated=True,
+            norm_topk_prob=fields.flag(text, "norm_topk_prob", True, null=False),
+            routed_scaling_factor=fields.number(text, "routed_scaling_factor", 1.0),
+            correction=fields.flag(text, "use_expert_bias", True, null=False),
+            weight_epsilon=1e-6,
+        )
 
 
 def short_conv(text: Mapping[str, Any], hidden: int) -> ShortConv:

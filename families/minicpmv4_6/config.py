@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from families.family import FamilyConfig, ModelFiles
-from families.fields import flag, section
+from families.fields import TOWER_NAMES, flag, section
 from families.files import CheckpointError, checkpoint_errors, first, token_id
 from families.minicpmv4_6.vision import SlicingVision
 from families.minicpmv4_6.vision_config import vision_fields
@@ -40,7 +40,7 @@ def family_config(files: ModelFiles, make_vision: MakeVision, *, axes: int) -> F
         raise CheckpointError(f"config.json: text_config.model_type is {kind!r}; served are {', '.join(TEXTS)}")
     tied = flag(config, "tie_word_embeddings", flag(text, "tie_word_embeddings"))
     decoder = decoder_config(text, moe=TEXTS[kind], tied=tied, axes=axes)
-    with checkpoint_errors("config.json"):
+    with checkpoint_errors("config.json", TOWER_NAMES):
         vision = make_vision(decoder.vocab_size, **vision_fields(config, decoder.hidden_size, files))
     tokens = [
         None if (given := first(config, name)) is None else token_id(name, given, decoder.vocab_size)

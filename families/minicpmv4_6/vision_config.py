@@ -52,7 +52,7 @@ class VisionConfig(SiglipSizes):
             raise ValueError(f"vision image_size {self.image_size} is below patch_size {self.patch_size}")
         if self.insert_layer is not None and not 0 <= self.insert_layer < self.num_layers:
             raise ValueError(
-                f"insert_layer_id {self.insert_layer} must be at least 0 and below {self.num_layers} layers"
+                f"insert_layer_id {self.insert_layer} must be at least 0 and below num_layers {self.num_layers}"
             )
 
     @property

@@ -203,15 +203,16 @@ def decoder_config(text: Mapping[str, Any]) -> NemotronHConfig:
     """Reads the text part of a configuration. Unset fields take the family's defaults. Raises CheckpointError."""
     known = {f.name: f for f in fields(NemotronHConfig)}
     values: dict[str, Any] = {"pattern": layer_pattern(text)}
-    if (width := text.get("attention_head_dim")) is not None:  # in older files
-        values["head_dim"] = width
-    values |= {name: text[name] for name in known if text.get(name) is not None}
-    values |= {name: text[alias] for alias, name in _ALIASES.items() if text.get(alias) is not None}
+    names = {name: alias for alias, name in _ALIASES.items() if text.get(alias) is not None}
+    if text.get("head_dim") is None and text.get("attention_head_dim") is not None:  # in older files
+        names["head_dim"] = "attention_head_dim"
+    values |= {name: text[names.get(name, name)] for name in known if text.get(names.get(name, name)) is not None}
     if (pattern := mtp_pattern(text)) is not None:
         values["mtp_pattern"] = pattern
     if "num_key_value_heads" not in text:
         values["num_key_value_heads"] = KV_HEADS
-    values["time_step_limit"] = time_steps(values)
+    names["norm_eps"] = "layer_norm_epsilon"
+    values["time_step_limit"] = time_steps(text, names.get("time_step_limit", "time_step_limit"))
     for name in ("mlp_hidden_act", "mamba_hidden_act"):
         expected = "relu2" if name.startswith("mlp") else "silu"
         if text.get(name, expected) != expected:
@@ -224,9 +225,9 @@ def decoder_config(text: Mapping[str, Any]) -> NemotronHConfig:
     )
     if missing:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}")
-    check_types(NemotronHConfig, values)
+    check_types(NemotronHConfig, values, names)
     count(values, "max_position_embeddings", NemotronHConfig.max_position_embeddings)
-    with checkpoint_errors("config.json"):
+    with checkpoint_errors("config.json", names):
         config = NemotronHConfig(**values)
         assert config.decoder  # checks the layers
         return config

@@ -15,7 +15,7 @@ from families.fields import count, flag, number, only, section
 from families.files import CheckpointError, checkpoint_errors, first, token_id
 from families.nemotron_h.config import decoder_config
 from families.nemotron_h_nano_vl.vision import TiledVision
-from families.nemotron_h_omni.config import pruning_rate, radio_fields
+from families.nemotron_h_omni.config import pruning_rate, radio_fields, tower_names
 from families.nemotron_h_omni.config import read_config as read_omni
 from families.tiles import LARGEST_TILE, MOST_TILES
 
@@ -52,13 +52,13 @@ def _vision(files: ModelFiles, text: Mapping[str, Any], decoder: DecoderConfig) 
     fields = radio_fields(files, decoder)
     size = count(config, "force_image_size", 512, most=LARGEST_TILE)
     _check_processor(files.preprocessor, size, fields)
-    with checkpoint_errors("vision_config"):
+    with checkpoint_errors("vision_config", tower_names(vision)):
         return TiledVision(
             **fields,
             projector_eps=number(text, "rms_norm_eps", PROJECTOR_EPS),
             max_model_len=decoder.max_position_embeddings,
             video_temporal_patch_size=1,
-            video_target_num_patches=(size // fields["patch_size"]) ** 2,
+            video_target_num_patches=max(size // fields["patch_size"], 1) ** 2,
             video_maintain_aspect_ratio=False,
             video_pruning_rate=pruning_rate(config),
             tile_size=size,

@@ -17,7 +17,9 @@ from families.fields import (
     CLIP_MEAN,
     CLIP_STD,
     CONFIG,
+    MOST,
     MOST_LAYERS,
+    TOWER_NAMES,
     check_processor,
     count,
     flag,
@@ -57,7 +59,7 @@ def vision_config(files: ModelFiles, text: DecoderConfig) -> RadioVision:
     """Reads the vision part of `config.json` and the processors' settings. Raises CheckpointError."""
     config, vision = files.config, section(files.config, "vision_config")
     fields = radio_fields(files, text)
-    with checkpoint_errors("vision_config"):
+    with checkpoint_errors("vision_config", tower_names(vision)):
         found = RadioVision(
             **fields,
             video_temporal_patch_size=count(
@@ -82,14 +84,17 @@ def radio_fields(files: ModelFiles, text: DecoderConfig) -> dict[str, Any]:
             raise CheckpointError(f"vision_config.args.model {timm_name!r} is not one of {sorted(_VIT_SIZES)}")
         width, layers, heads = _VIT_SIZES[size]
     hidden = count(vision, "hidden_size", width)
-    claimed = count(config, "vision_hidden_size", count(config, "vit_hidden_size", hidden))
-    if claimed != hidden:
-        raise CheckpointError(f"vision_hidden_size ({claimed}) and vision_config.hidden_size ({hidden}) must be equal")
+    name = "vit_hidden_size" if config.get("vision_hidden_size") is None else "vision_hidden_size"
+    if (claimed := count(config, name, hidden)) != hidden:
+        raise CheckpointError(f"{name} ({claimed}) and vision_config.hidden_size ({hidden}) must be equal")
     cls_tokens, registers = _prefix_tokens(vision, args)
     downsample = number(config, "downsample_ratio", 0.5)
     if not 0 < downsample <= 1 or (1 / downsample) % 1:
         raise CheckpointError(f"downsample_ratio {downsample} must be the reciprocal of a whole number, such as 0.5")
-    inner = int(hidden * number(vision, "mlp_ratio", 4.0))
+    ratio = number(vision, "mlp_ratio", 4.0)
+    if not 1 <= hidden * ratio <= MOST:
+        raise CheckpointError(f"vision_config.mlp_ratio {ratio:g} times hidden_size {hidden} must be from 1 to {MOST}")
+    inner = int(hidden * ratio)
     swiglu = flag(vision, "use_swiglu_ffn")
     mean = first(images, "image_mean", "norm_mean", default=first(config, "norm_mean")) or CLIP_MEAN
     std = first(images, "image_std", "norm_std", default=first(config, "norm_std")) or CLIP_STD
@@ -115,6 +120,12 @@ def radio_fields(files: ModelFiles, text: DecoderConfig) -> dict[str, Any]:
             "text_hidden_size": text.hidden_size,
             "final_layernorm": bool(text.mtp),
         }
+
+
+def tower_names(vision: Mapping[str, Any]) -> dict[str, str]:
+    """Fields of `RadioVision` -> what the files call them."""
+    names = {**TOWER_NAMES, "image_std": "image_std or norm_std"}
+    return names if vision.get("max_img_size") is not None else {**names, "max_img_size": "cpe_max_size"}
 
 
 def pruning_rate(config: Mapping[str, Any]) -> float:

@@ -11,7 +11,7 @@ from decoder.layers.descriptions import Mlp
 from decoder.layers.recurrent_descriptions import GatedDelta
 from decoder.layers.spec import Layer
 from families import fields
-from families.files import first
+from families.files import checkpoint_errors, first
 from kernels.rope import Rope
 
 GATED_NORM_EPS = 1e-5
@@ -58,17 +58,18 @@ def _kinds(text: Mapping[str, Any], layers: int) -> list[str]:
 def _delta(text: Mapping[str, Any], hidden: int, heads: int) -> GatedDelta:
     key_heads = fields.count(text, "linear_num_key_heads", heads)
     width = fields.count(text, "linear_key_head_dim", int(0.75 * hidden / key_heads))
-    return GatedDelta(
-        hidden_size=hidden,
-        num_key_heads=key_heads,
-        num_value_heads=fields.count(text, "linear_num_value_heads", heads),
-        key_head_dim=width,
-        value_head_dim=fields.count(text, "linear_value_head_dim", 2 * width),
-        conv_kernel=fields.count(text, "linear_conv_kernel_dim", 4),
-        norm_eps=GATED_NORM_EPS,
-        beta_scale=2.0 if fields.flag(text, "linear_allow_neg_eigval", True) else 1.0,
-        separate=True,
-    )
+    with checkpoint_errors(fields.CONFIG, fields.DELTA_NAMES):
+        return GatedDelta(
+            hidden_size=hidden,
+            num_key_heads=key_heads,
+            num_value_heads=fields.count(text, "linear_num_value_heads", heads),
+            key_head_dim=width,
+            value_head_dim=fields.count(text, "linear_value_head_dim", 2 * width),
+            conv_kernel=fields.count(text, "linear_conv_kernel_dim", 4),
+            norm_eps=GATED_NORM_EPS,
+            beta_scale=2.0 if fields.flag(text, "linear_allow_neg_eigval", True) else 1.0,
+            separate=True,
+        )
 
 
 def _rope(text: Mapping[str, Any], width: int) -> Rope | None:

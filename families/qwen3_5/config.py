@@ -114,15 +114,16 @@ def _layer_kinds(text: Mapping[str, Any], layers: int) -> list[str]:
 
 
 def _gated_delta(text: Mapping[str, Any], hidden: int, eps: float) -> GatedDelta:
-    return GatedDelta(
-        hidden_size=hidden,
-        num_key_heads=fields.count(text, "linear_num_key_heads", 16),
-        num_value_heads=fields.count(text, "linear_num_value_heads", 32),
-        key_head_dim=fields.count(text, "linear_key_head_dim", 128),
-        value_head_dim=fields.count(text, "linear_value_head_dim", 128),
-        conv_kernel=fields.count(text, "linear_conv_kernel_dim", 4),
-        norm_eps=eps,
-    )
+    with checkpoint_errors(fields.CONFIG, fields.DELTA_NAMES):
+        return GatedDelta(
+            hidden_size=hidden,
+            num_key_heads=fields.count(text, "linear_num_key_heads", 16),
+            num_value_heads=fields.count(text, "linear_num_value_heads", 32),
+            key_head_dim=fields.count(text, "linear_key_head_dim", 128),
+            value_head_dim=fields.count(text, "linear_value_head_dim", 128),
+            conv_kernel=fields.count(text, "linear_conv_kernel_dim", 4),
+            norm_eps=eps,
+        )
 
 
 def _attention(text: Mapping[str, Any], hidden: int, eps: float, axes: int) -> Attention:
@@ -145,13 +146,8 @@ def _rope(text: Mapping[str, Any], width: int, axes: int) -> Rope:
     parameters = fields.rope_parameters(text)
     fields.only(parameters, "mrope_interleaved", True)
     # Null is the whole head, as in transformers.
-    outer = fields.number(text, "partial_rotary_factor", ROTATED, null=1.0)
-    share = fields.number(parameters, "partial_rotary_factor", outer)
-    if share > 1:  # checked before a list with an entry for each frequency is made
-        raise CheckpointError(
-            f"config.json: partial_rotary_factor {share:g}: {width * share:g} rotated dimensions are above head_dim "
-            f"{width}"
-        )
+    outer = fields.share(text, "partial_rotary_factor", ROTATED, null=1.0)
+    share = fields.share(parameters, "partial_rotary_factor", outer)
     plain = fields.rope(text, int(width * share), kinds=("default", "mrope"))
     sections = first(parameters, "mrope_section", default=SECTIONS)
     whole = isinstance(sections, list | tuple) and all(isinstance(n, int) and n >= 0 for n in sections)
@@ -172,17 +168,18 @@ def _mlp(text: Mapping[str, Any], hidden: int) -> Mlp:
 
 def _experts(text: Mapping[str, Any], hidden: int) -> Experts:
     fields.only(text, "norm_topk_prob", True)
-    return Experts(
-        hidden_size=hidden,
-        n_routed_experts=fields.count(text, "num_experts", 256),
-        num_experts_per_tok=fields.count(text, "num_experts_per_tok", 8),
-        moe_intermediate_size=fields.count(text, "moe_intermediate_size", 512),
-        moe_shared_expert_intermediate_size=fields.count(text, "shared_expert_intermediate_size", 512),
-        mlp_hidden_act="silu",
-        gated=True,
-        routing="softmax",
-        shared_gate=True,
-    )
+    with checkpoint_errors(fields.CONFIG, fields.EXPERT_NAMES):
+        return Experts(
+            hidden_size=hidden,
+            n_routed_experts=fields.count(text, "num_experts", 256),
+            num_experts_per_tok=fields.count(text, "num_experts_per_tok", 8),
+            moe_intermediate_size=fields.count(text, "moe_intermediate_size", 512),
+            moe_shared_expert_intermediate_size=fields.count(text, "shared_expert_intermediate_size", 512),
+            mlp_hidden_act="silu",
+            gated=True,
+            routing="softmax",
+            shared_gate=True,
+        )
 
 
 def _has_mtp(text: Mapping[str, Any]) -> bool:

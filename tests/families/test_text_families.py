@@ -318,7 +318,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         (
             "olmo_hybrid",
             {"linear_num_key_heads": 2, "linear_num_value_heads": 3},
-            "3 is not a multiple of num_key_heads 2",
+            "linear_num_value_heads 3 is not a multiple of linear_num_key_heads 2",
         ),
         (
             "olmo_hybrid",

@@ -163,7 +163,7 @@ def test_configurations_with_experts_that_are_refused(changes: dict[str, Any], m
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"rope_theta": -1}, "rope_theta must be a number above 0, not -1"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
-        ({"head_dim": 5}, "head_dim times partial_rotary_factor is 5; it must be even"),
+        ({"head_dim": 5}, "times partial_rotary_factor is 5; it must be even"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"is_causal": False}, "is_causal is False"),

@@ -238,7 +238,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("config.json", {"vision_config": {"num_patches": 17}}, "num_patches 17 is not a square; 16 would work"),
         ("config.json", {"vision_config": {"patch_size": [16, 16]}}, "patch_size must be a whole number"),
         ("config.json", {"vision_config": {"hidden_act": "relu6"}}, "hidden_act 'relu6' is none of"),
-        ("config.json", {"vision_config": {"num_attention_heads": 7}}, "is not a multiple of num_heads 7"),
+        ("config.json", {"vision_config": {"num_attention_heads": 7}}, "is not a multiple of num_attention_heads 7"),
         ("config.json", {"projector_hidden_act": "relu6"}, "projector_hidden_act 'relu6' is none of"),
         ("config.json", {"projector_bias": 1}, "projector_bias must be true or false, not 1"),
         ("config.json", {"downsample_factor": 0}, "downsample_factor must be a whole number of at least 1, not 0"),
