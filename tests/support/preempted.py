@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import pytest
 import torch
-from tiny_decoder import FakeSource, greedy_params, run, tokens
+from tiny_decoder import FakeSource, greedy_params, image, run, tokens
 from torch import Tensor
 
+from decoder.config import DecoderOptions
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
+from service.model.checkpoint import Checkpoint
 
 
 def run_starts(inside: Sequence[object]) -> list[int]:
@@ -50,3 +52,25 @@ def check_preempted(
                 assert event.logprob == pytest.approx(float(row[event.token_id]), abs=1e-4 * scale)
                 assert float(row.max() - row[event.token_id]) <= 1e-4 * scale
     runner.check_integrity()
+
+
+def check_rows_preempted(
+    checkpoint: Checkpoint, ids: list[int], rows: Tensor, placeholders: Set[int],
+    logits_of: Callable[[list[int]], Tensor], chosen: Mapping[str, Any], steps: int,
+) -> None:  # fmt: skip
+    """`check_preempted` for a model without positions of its own.
+
+    `rows`: those of all runs of placeholders, one after another. `logits_of`: ids -> the oracle's logits of each.
+    `chosen`: options of the decoder, and `preempt_every`.
+    """
+    inside = [*(token in placeholders for token in ids), False]
+    starts = run_starts(inside)
+    lengths = [inside.index(False, start) - start for start in starts]
+    sources = [image(start, part) for start, part in zip(starts, rows.split(lengths), strict=True)]
+    settings = {"max_seqs": 3, "max_len": 1024, "max_batched_tokens": 64, "page_size": 4, **chosen}
+    preempt_every = settings.pop("preempt_every")
+    runner = DecoderRunner(checkpoint.config.decoder, DecoderOptions(**settings), checkpoint.decoder_weights())
+    check_preempted(
+        runner, ids, sources, placeholders, lambda prompt, drawn: logits_of(prompt + drawn)[len(prompt) - 1 :],
+        preempt_every=preempt_every, steps=steps,
+    )  # fmt: skip

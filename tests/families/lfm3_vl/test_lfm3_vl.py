@@ -16,18 +16,15 @@ from compiled import UNAVAILABLE
 from cut_images import INFO, check_rows, check_same_answer
 from lfm3_vl import RELEASED, TinyLfm3, make_lfm3, rendered
 from minicpm import Media, assert_greedy, part, random_image, random_media
-from preempted import check_preempted, run_starts
+from preempted import check_rows_preempted
 from qwen_vision import replace_torchvision
 from running import RunningEncoder, RunningServer
 from safetensors.torch import load_file
 from speculation import pairwise
 from tiny_checkpoint import changed
-from tiny_decoder import image
 from towers import encode
 
 import saccade
-from decoder.config import DecoderOptions
-from decoder.runner import DecoderRunner
 from encoder.item import EncoderItem
 from encoder.runner import EncoderOptions, EncoderRunner
 from families import CheckpointError
@@ -123,17 +120,9 @@ def test_rows_survive_whatever_happens_to_a_request(
     items = [item.encoder_item for item in prepared(tiny.vision, media)]
     tower = EncoderRunner(tiny.vision, EncoderOptions(dtype=torch.float32, graphs="off"), checkpoint.vision_weights())
     rows = encode(tower, items)
-    sequences = [part for item, found in zip(items, rows) for part in found.split(item.sequence_tokens)]
-    placeholders = {config.image_token_id, config.video_token_id}
-    inside = [token in placeholders for token in ids]
-    sources = [image(start, part) for start, part in zip(run_starts(inside), sequences, strict=True)]
-    chosen = dict(STEPS[place])
-    preempt_every = chosen.pop("preempt_every")
-    options = DecoderOptions(max_seqs=3, max_len=1024, max_batched_tokens=64, page_size=4, **chosen)
-    check_preempted(
-        DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights()), ids, sources, placeholders,
-        lambda prompt, drawn: tiny.logits(prompt + drawn, inputs)[len(prompt) - 1 :],
-        preempt_every=preempt_every, steps=GREEDY,
+    check_rows_preempted(
+        checkpoint, ids, torch.cat(rows), {config.image_token_id, config.video_token_id},
+        lambda whole: tiny.logits(whole, inputs), STEPS[place], GREEDY,
     )  # fmt: skip
 
 
