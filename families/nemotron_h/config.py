@@ -199,8 +199,13 @@ def mtp_pattern(text: Mapping[str, Any]) -> str | None:
     return None if text.get("mtp_hybrid_override_pattern") is None else str(text["mtp_hybrid_override_pattern"])
 
 
-def decoder_config(text: Mapping[str, Any]) -> NemotronHConfig:
-    """Reads the text part of a configuration. Unset fields take the family's defaults. Raises CheckpointError."""
+def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
+    """Reads the text part of a configuration. Raises CheckpointError naming the field at fault."""
+    return published_config(text).decoder
+
+
+def published_config(text: Mapping[str, Any]) -> NemotronHConfig:
+    """The fields of the text part of a configuration; unset ones have the family's defaults. Raises CheckpointError."""
     known = {f.name: f for f in fields(NemotronHConfig)}
     values: dict[str, Any] = {"pattern": layer_pattern(text)}
     names = {name: alias for alias, name in _ALIASES.items() if text.get(alias) is not None}
@@ -235,4 +240,4 @@ def decoder_config(text: Mapping[str, Any]) -> NemotronHConfig:
 
 def read_config(files: ModelFiles) -> FamilyConfig:
     """Reads a text-only model directory. Raises CheckpointError naming the field at fault."""
-    return FamilyConfig(files.config, decoder_config(files.config).decoder)
+    return FamilyConfig(files.config, decoder_config(files.config))

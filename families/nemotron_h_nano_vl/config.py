@@ -30,7 +30,7 @@ def read_config(files: ModelFiles) -> FamilyConfig:
     if "min_num_patches" in section(section(config, "vision_config"), "args"):
         return read_omni(files)
     text = section(config, "llm_config", "text_config")
-    decoder = decoder_config(text).decoder
+    decoder = decoder_config(text)
     tokens = {
         name: None if config.get(name) is None else token_id(name, config[name], decoder.vocab_size)
         for name in ("img_context_token_id", "video_context_token_id")

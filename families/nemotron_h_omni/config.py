@@ -45,7 +45,7 @@ _VIT_SIZES = {
 def read_config(files: ModelFiles) -> FamilyConfig:
     """Reads the configuration of a model directory. Raises CheckpointError naming the field at fault."""
     text = section(files.config, "text_config", "llm_config")
-    decoder = decoder_config(text).decoder
+    decoder = decoder_config(text)
     image_token = first(files.config, "image_token_id", "img_context_token_id")
     return FamilyConfig(
         text=text,

@@ -21,7 +21,7 @@ from transformers import AutoConfig, BambaForCausalLM, NemotronHForCausalLM
 from decoder.layers.recurrent_descriptions import Mamba2
 from families import CheckpointError, FamilyConfig
 from families.files import first, optional_json
-from families.nemotron_h.config import NemotronHConfig, decoder_config
+from families.nemotron_h.config import NemotronHConfig, published_config
 from families.nemotron_h_omni import FAMILY as OMNI
 from service.model.assets import sampling_defaults
 from service.model.cache import resolve_model
@@ -540,7 +540,7 @@ def test_heads_that_predict_further_tokens_are_found_by_every_name(tmp_path: Pat
 def test_the_pattern_of_those_heads_is_read_either_way(field: str) -> None:
     value = {"mtp_hybrid_override_pattern": "*EE", "mtp_layers_block_type": ["attention", "moe", "moe"]}[field]
     text = {"vocab_size": 9, "hidden_size": 8, "hybrid_override_pattern": "M", field: value}
-    assert decoder_config(text).mtp_pattern == "*EE"
+    assert published_config(text).mtp_pattern == "*EE"
 
 
 def test_a_weight_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
