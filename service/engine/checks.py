@@ -68,7 +68,7 @@ def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
     if kind is None:
         return
     of = ROWS_OF[kind]
-    rows = of.stored | ({"own"} if checkpoint.config.weights in of.forms else set())
+    rows = of.stored | ({"own"} if checkpoint.config.stored_form in of.forms else set())
     stored = options.weights is None and rows & checkpoint.stored_as.keys()
     device, wanted = resolve_device(options), "CPU" if kind == "int8" else "GPU"
     if options.weights not in of.forms and not stored:

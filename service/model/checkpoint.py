@@ -86,7 +86,7 @@ class Checkpoint:
         """By native name."""
 
     def _find_weights(self) -> dict[str, StoredWeight]:
-        declared, own = self.declared, self.config.weights
+        declared, own = self.declared, self.config.stored_form
         try:
             if declared is None:
                 found, unused = find_weights(self.files.table, own_kind=own)
@@ -221,7 +221,7 @@ class Checkpoint:
     def kind_of(self, name: str) -> str:
         """How the weight of a native name is stored: `plain`, or one of `kernels.linear.KINDS`."""
         scheme = self.weights[self._sources[name].names[0]].scheme
-        kinds: dict[str, str] = {"gptq": "int4", "awq": "int4", "own": kind_and_group(self.config.weights or "")[0]}
+        kinds: dict[str, str] = {"gptq": "int4", "awq": "int4", "own": kind_and_group(self.config.stored_form or "")[0]}
         return kinds.get(scheme, scheme.partition("-")[0])
 
     def weight_bytes(self, name: str, item: int) -> int:
@@ -236,7 +236,7 @@ class Checkpoint:
     def formats(self) -> tuple[str, ...]:
         """Formats of quantised weights, largest first."""
         sizes = {scheme: count for scheme, count in self.stored_as.items() if scheme != "plain"}
-        names = {"own": self.config.weights or ""}
+        names = {"own": self.config.stored_form or ""}
         return tuple(names.get(scheme, scheme) for scheme in sorted(sizes, key=lambda scheme: -sizes[scheme]))
 
     def _stream(self, expected: Mapping[str, tuple[int, ...]], progress: Progress | None) -> Iterator[tuple[str, Any]]:

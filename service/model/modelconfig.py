@@ -35,9 +35,9 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     generation: Mapping[str, Any] = field(default_factory=dict)
     """`generation_config.json`: sampling defaults for fields that a request leaves unset."""
-    weights: str | None = None
-    """The form of the decoder's linear layers in this server's own quantised format, one of `WEIGHT_KINDS`; None if the
-    checkpoint is in another format."""
+    stored_form: str | None = None
+    """The form of the linear layers of a checkpoint in this server's own quantised format, one of `WEIGHT_KINDS`; None
+    for a checkpoint in another format."""
 
     @property
     def decoder(self) -> DecoderConfig:
@@ -77,7 +77,7 @@ def _eos_ids(vocab_size: int, *sources: tuple[str, Mapping[str, Any]]) -> frozen
     return frozenset()
 
 
-def _weights_kind(path: Path, config: Mapping[str, Any]) -> str | None:
+def _stored_form(path: Path, config: Mapping[str, Any]) -> str | None:
     entry = config.get(WEIGHTS_KEY)
     if entry is None:
         return None
@@ -136,5 +136,5 @@ def load_config(path: Path, *, name: str | None = None) -> ModelConfig:
             ("config.json", model.text),
         ),  # fmt: skip
         generation=generation,
-        weights=_weights_kind(path, config),
+        stored_form=_stored_form(path, config),
     )

@@ -59,7 +59,7 @@ def quantise_checkpoint(source: Checkpoint, out: Path, kind: str, form: str = "s
     ConfigError."""
     stored = sorted({weight.scheme for weight in source.weights.values()} - {"plain"})
     if stored:
-        how = source.config.weights or ", ".join(stored)
+        how = source.config.stored_form or ", ".join(stored)
         raise ConfigError(f"{source.path} already has {how} weights; quantise the original")
     if form == "compressed-tensors" and kind not in compressed.PUBLISHED:
         known = f"{', '.join(compressed.PUBLISHED[:-1])} and {compressed.PUBLISHED[-1]}"

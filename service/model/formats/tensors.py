@@ -111,8 +111,8 @@ def find_weights(
     """Weights by name, and the names of tensors that are not used (scales of activations and caches).
 
     `block`: the configuration's outputs and inputs of a block, for fp8-block. `group_of`: the configuration's inputs
-    per scale of a module in int4, or None. `own_kind`: the form of weights (`ModelConfig.weights`) of a checkpoint that
-    this server wrote. One `FormatError` lists the modules whose tensors do not fit together.
+    per scale of a module in int4, or None. `own_kind`: the form of weights (`ModelConfig.stored_form`) of a checkpoint
+    that this server wrote. One `FormatError` lists the modules whose tensors do not fit together.
     """
     grouped: dict[str, dict[str, str]] = {}
     unused = [name for name in table if name.endswith(CACHE_SCALES)]

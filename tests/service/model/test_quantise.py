@@ -45,7 +45,7 @@ def test_saved_equals_quantised_at_load(tmp_path: Path, kind: str, capsys: pytes
     assert main(["quantize", str(original), str(tmp_path / "small"), "--weights", kind]) == 0
     assert "MB of weights instead of" in capsys.readouterr().out
     small = Checkpoint(tmp_path / "small")
-    assert small.config.weights == kind
+    assert small.config.stored_form == kind
     assert any("lm_head" in name for name in small.files.table) == (kind == "int8"), "a tied copy is not written"
     x = torch.randn(3, 4096)
     models = load(tmp_path / "small", None), load(original, kind)
@@ -122,7 +122,7 @@ def test_a_refusal_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "small"]
     assert not list((tmp_path / "small").iterdir())
     quantise_checkpoint(Checkpoint(original), tmp_path / "small", "int8")
-    assert Checkpoint(tmp_path / "small").config.weights == "int8"
+    assert Checkpoint(tmp_path / "small").config.stored_form == "int8"
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4", "int4-32"])
