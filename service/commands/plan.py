@@ -119,7 +119,7 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         quantised = f", linear layers of the decoder in {options.weights}"
     elif checkpoint.formats:
         quantised = f", or in the format they are stored in: {', '.join(checkpoint.formats)}"
-    elif checkpoint.declared is not None and not checkpoint.files.files:
+    elif checkpoint.declared is not None and not checkpoint.files.paths:
         quantised = f"; the files would be smaller: {checkpoint.declared.method}"
     count = checkpoint.parameters(options.role, drafts=options.speculative == "mtp")
     what = f"{count / 1e6:.1f} M parameters of {item} bytes{quantised}"
@@ -143,13 +143,13 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     rows.append(("total", size(total), "without activations"))
     of = "" if options.role == "all" else f", role {options.role}"
     outline = "as config.json describes it, without weights"
-    source = f"revision {checkpoint.revision}" if checkpoint.files.files else outline
+    source = f"revision {checkpoint.revision}" if checkpoint.files.paths else outline
     return Table(f"{checkpoint.config.name}, {source}, on {device}{instructions(options)}{of}", rows)
 
 
 def _merged(adapter: Adapter, checkpoint: Checkpoint) -> str:
     """What becomes of an adapter."""
-    if not adapter.files.files:
+    if not adapter.files.paths:
         return f"{adapter.name}, of which only the configuration is here and was checked"
     return f"{adapter.name}, merged into {len(checkpoint.merges or ())} weights while they are loaded"
 

@@ -321,8 +321,8 @@ class Adapter:
         self.path, self.name = path, name or path.resolve().name
         self.config = AdapterConfig.read(path)
         self.files = WeightFiles(path, optional=outline, only=ADAPTER_WEIGHTS)
-        if self.files.files and not self.files.table:
-            raise CheckpointError(f"{self.files.files[0]} has no tensors: the adapter would change nothing")
+        if self.files.paths and not self.files.table:
+            raise CheckpointError(f"{self.files.paths[0]} has no tensors: the adapter would change nothing")
         for tensor, entry in self.files.table.items():
             if entry.dtype not in PLAIN_FLOATS:
                 known = ", ".join(PLAIN_FLOATS)

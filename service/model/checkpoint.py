@@ -77,7 +77,7 @@ class Checkpoint:
         """The quantisation that the configuration declares."""
         self.weights = self._find_weights()
         """By the names that the weights would have without quantisation."""
-        if not self.files.files:
+        if not self.files.paths:
             self.weights = _described(self.config)
             self.targets = lambda name: [Target(name)]
         self.merges: Merges | None = None

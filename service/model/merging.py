@@ -176,7 +176,7 @@ def match_adapter(
         return not found or any(name in sources for name in found)
 
     changes = adapter.changes(known)
-    if adapter.files.files:
+    if adapter.files.paths:
         adapter.check_named(*_modules(config, sources, stored))
     if config.decoder.tie_word_embeddings:
         config, changes = _of_tied(adapter, config, changes, sources)

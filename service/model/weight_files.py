@@ -45,12 +45,13 @@ class WeightFiles:
     def __init__(self, path: Path, *, optional: bool = False, only: str = "") -> None:
         """`optional`: whether there may be no files. `only`: the name of the single file that is read, if there may be
         others."""
-        self.files = _weight_files(path, optional=optional, only=only)
+        self.paths = _weight_files(path, optional=optional, only=only)
+        """Empty where there are none, for a model or an adapter of which only the configuration is here."""
         self.table: dict[str, Entry] = {}
         """Stored name -> tensor."""
         self._places: dict[str, tuple[Path, int]] = {}
         digest = hashlib.sha256()
-        for file in self.files:
+        for file in self.paths:
             header, raw = _read_header(file)
             digest.update(raw)
             _sample_into(digest, file)
