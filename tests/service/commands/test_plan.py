@@ -536,7 +536,7 @@ def quantised_below(owner: object) -> list[Quantised]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("seed", [1, 2, 5])
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_bytes_of_weights_are_those_that_loading_allocates(tmp_path: Path, model: str, seed: int) -> None:
     """In every family the decoder quantises the layers that the plan counts as such, and those alone, and a quantised
