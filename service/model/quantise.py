@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from decoder.config import DecoderConfig
@@ -31,8 +29,8 @@ from service.model.checkpoint import Checkpoint
 from service.model.formats import compressed
 from service.model.modelconfig import WEIGHTS_FORMAT, WEIGHTS_KEY
 from service.model.weight_sources import EMBEDDINGS, HEAD
+from service.model.written_folder import Shards, new_folder
 
-SHARD_BYTES = 2 * 2**30
 REPORT = "quantization_report.json"
 FORMATS = ("saccade", "compressed-tensors")
 
@@ -64,25 +62,8 @@ def quantise_checkpoint(source: Checkpoint, out: Path, kind: str, form: str = "s
     if form == "compressed-tensors" and kind not in compressed.PUBLISHED:
         known = f"{', '.join(compressed.PUBLISHED[:-1])} and {compressed.PUBLISHED[-1]}"
         raise ConfigError(f"compressed-tensors can store {known}, not {kind}; --format saccade can store all kinds")
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"OUT: {out} is a file; name a folder that does not exist or is empty")
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"OUT: {out} is not empty; name a folder that does not exist or is empty")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
-    except OSError as error:
-        raise ConfigError(f"OUT: {out} cannot be written: {error.strerror}") from error
-    try:
-        written = _write(source, unfinished, kind, form)
-        unfinished.chmod(0o755)
-        unfinished.rename(out)  # target is absent or an empty folder
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, OSError | SafetensorError):  # a full disk, for example
-            raise ConfigError(f"OUT: {out} cannot be written: {error}") from error
-        raise
-    return written
+    with new_folder(out) as unfinished:
+        return _write(source, unfinished, kind, form)
 
 
 Store = Callable[[str, Tensor, str, Written], Iterator[tuple[str, Tensor]]]
@@ -93,7 +74,7 @@ def _write(source: Checkpoint, out: Path, kind: str, form: str) -> Written:
     for file in source.path.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
             shutil.copy2(file, out / file.name)
-    written, shards = Written(), _Shards(out)
+    written, shards = Written(), Shards(out)
     store = _own if form == "saccade" else _published
     chosen, tied = _chosen(source.config.decoder, form), source.config.decoder.tie_word_embeddings
     for name, entry in source.files.table.items():
@@ -165,36 +146,3 @@ def _published(name: str, tensor: Tensor, kind: str, written: Written) -> Iterat
 def _error(weight: Tensor, stored: Tensor) -> float:
     exact = weight.float()
     return float((stored - exact).norm() / exact.norm().clamp(min=1e-30))
-
-
-class _Shards:
-    """Output files of at most about `SHARD_BYTES` each, and their index."""
-
-    def __init__(self, out: Path) -> None:
-        self._out = out
-        self._shard: dict[str, Tensor] = {}
-        self._places: dict[str, str] = {}
-        self._shards = self._bytes = 0
-
-    def add(self, parts: dict[str, Tensor]) -> None:
-        self._shard |= {key: part.contiguous() for key, part in parts.items()}
-        self._bytes += sum(part.nbytes for part in parts.values())
-        if sum(part.nbytes for part in self._shard.values()) >= SHARD_BYTES:
-            self._flush()
-
-    def close(self) -> int:
-        """Writes the index. Returns the bytes of all tensors."""
-        self._flush()
-        index = {"metadata": {"total_size": self._bytes}, "weight_map": self._places}
-        (self._out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", "utf-8")
-        return self._bytes
-
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        if self._shard:
-            self._shards += 1
-            name = f"model-{self._shards:05d}.safetensors"
-            save_file(self._shard, self._out / name, metadata={"format": "pt"})
-            self._places.update(dict.fromkeys(self._shard, name))
-            self._shard = {}
