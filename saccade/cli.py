@@ -34,6 +34,7 @@ SERVER_COMMANDS = {
     "plan": "print what a configuration will do before it runs",
     "tune": "choose the encoder's token budgets for recorded image sizes",
     "quantize": "write a checkpoint with 8-bit or 4-bit weights",
+    "convert": "write the checkpoint of a GGUF file",
     "key": "create an API key for a key file",
     "probe": "ask a server whether it is healthy",
 }

@@ -13,7 +13,7 @@ from service.common.errors import EngineDied
 from service.common.helper_process import SPINNING
 from service.common.settings import from_command_line
 
-IN_MODULES = ("demo", "tune", "quantize", "key", "probe")
+IN_MODULES = ("demo", "tune", "quantize", "convert", "key", "probe")
 """Commands that are the `main` of the module of their name, which is imported when they run."""
 
 

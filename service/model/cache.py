@@ -20,8 +20,16 @@ CONFIGS: dict[Kind, str] = {"model": "config.json", "adapter": ADAPTER_CONFIG}
 REVISIONS: dict[Kind, str] = {"model": "revision", "adapter": "adapter_revision"}
 """The options that name revisions."""
 
+GGUF = ".gguf"
+"""Suffix of the files in which llama.cpp stores models."""
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _REVISION = re.compile(r"[\w][\w.+-]*(/[\w][\w.+-]*)*")
+
+
+def how_to_convert(file: str) -> str:
+    """What to do with a GGUF file."""
+    return f"`saccade convert {file} FOLDER` writes a folder that can be served (--mmproj FILE: with its vision tower)"
 
 
 def hub_cache() -> Path:
@@ -62,6 +70,8 @@ def local_folder(model: str, kind: Kind = "model") -> Path | None:
     except PermissionError as error:
         raise CheckpointError(f"{model!r} cannot be read: {error.strerror}") from None
     if exists:
+        if path.suffix.lower() == GGUF and kind == "model":
+            raise CheckpointError(f"{model!r} is a GGUF file: {how_to_convert(model)}")
         what = "a model" if kind == "model" else "an adapter"
         raise CheckpointError(f"{model!r} is a file; {what} is a folder with {CONFIGS[kind]} and its weights")
     if _HUB_ID.fullmatch(model) and len(model) <= 96 and ".." not in model and "--" not in model:

@@ -28,9 +28,11 @@ from service.model.cache import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     CONFIGS,
+    GGUF,
     Kind,
     cached_snapshot,
     check_revision,
+    how_to_convert,
     hub_cache,
     indexed_files,
     local_folder,
@@ -190,6 +192,8 @@ class _Download:
         if (needed := CONFIGS[self.kind]) not in small:
             what = "a model" if self.kind == "model" else "an adapter"
             hint = "; name its base model, and it with --adapter" if ADAPTER_CONFIG in names else ""
+            if any(name.endswith(GGUF) for name in names) and not hint:
+                hint = f"; its GGUF files have to be downloaded: {how_to_convert('FILE.gguf')}"
             raise CheckpointError(f"{self.model!r} on {self.endpoint} is not {what}: it has no {needed}{hint}")
         for name in small:
             self._fetch_small(name)

@@ -10,7 +10,7 @@ from typing import Any
 from decoder.config import WEIGHT_KINDS, DecoderConfig
 from families import CheckpointError, Family, FamilyConfig, ModelFiles, Target, VisionSpec, family_of
 from families.files import first, optional_json, read_json, token_id
-from service.model.cache import ADAPTER_CONFIG
+from service.model.cache import ADAPTER_CONFIG, GGUF, how_to_convert
 
 WEIGHTS_KEY, WEIGHTS_FORMAT = "saccade_weights", 1
 """Entry of config.json that says how linear layers are stored, and the version of the entry that is written and
@@ -109,6 +109,8 @@ def load_config(path: Path, *, name: str | None = None) -> ModelConfig:
     """Reads a model directory's JSON files. Raises CheckpointError with the field at fault."""
     if (path / ADAPTER_CONFIG).exists() and not (path / "config.json").exists():
         raise CheckpointError(f"{path} is an adapter and not a model: name the model, and the adapter with --adapter")
+    if not (path / "config.json").exists() and (found := sorted(path.glob(f"*{GGUF}"))):
+        raise CheckpointError(f"{path} has no config.json, but {found[0].name}: {how_to_convert(str(found[0]))}")
     config = read_json(path / "config.json")
     architectures = config.get("architectures") or [""]
     if not isinstance(architectures, list):

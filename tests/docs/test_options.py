@@ -12,7 +12,7 @@ from doc_blocks import CHECKOUT, PAGES
 
 from saccade.cli import main
 
-COMMANDS = ("ask", "batch", "top", "serve", "http", "demo", "plan", "quantize", "tune", "key", "probe")
+COMMANDS = ("ask", "batch", "top", "serve", "http", "demo", "plan", "quantize", "convert", "tune", "key", "probe")
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
 FOREIGN = {
     "build-arg", "stop-timeout", "variant", "include", "isolation", "pull-never",  # docker, debootstrap, buildah

@@ -1,0 +1,1 @@
+"""Converts GGUF files, in which llama.cpp stores models, to model directories."""
