@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "licences.md"
-EXTRAS = ("", "http", "otlp", "urls", "video")
+EXTRAS = ("", "gguf", "http", "otlp", "urls", "video")
 """The extras of saccade-server whose packages `make setup` installs; "" stands for no extra."""
 OURS = ("saccade", "saccade-server")
 CUDA = ("cuda-", "nvidia-", "triton")
