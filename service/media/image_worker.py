@@ -42,7 +42,7 @@ from encoder.item import ItemDescription
 from encoder.media_limits import FORMATS, ImageError, ImageLimits, VideoError, VideoLimits
 from encoder.stopwatch import Stopwatch
 from kernels.host_memory import keep_freed_memory
-from service.common.helper_process import ignore_stop_signals, lasting_objects
+from service.common.helper_process import ignore_stop_signals, torch_imports
 from service.common.process_limits import allow_seconds, confine, end_with_parent
 from service.media.images import LENGTH, Frame, MediaLimits, framed
 from service.media.prepared import PreparedItem
@@ -166,7 +166,7 @@ class _ForkServer:
             AvifImagePlugin.DEFAULT_MAX_THREADS = 1
         self._patcher: Patcher | None = None
         if command["vision"] is not None:
-            with lasting_objects():
+            with torch_imports():
                 from service.media.patches import Patcher, use_one_thread  # here because it imports torch
 
             use_one_thread()

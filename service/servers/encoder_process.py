@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from service.common.helper_process import ignore_stop_signals, lasting_objects, log_to_stderr
+from service.common.helper_process import ignore_stop_signals, log_to_stderr, torch_imports
 
-with lasting_objects():
+with torch_imports():
     import torch
 
     from encoder.item import ItemDescription
@@ -119,7 +119,7 @@ def main(descriptor: int) -> int:
 def _serve(connection: Connection, options: EngineOptions) -> int:
     source = SegmentWork(connection)
     try:
-        with lasting_objects():
+        with torch_imports():
             from service.engine.build import encoder_of_process
 
         source.encoder = encoder_of_process(options, source)

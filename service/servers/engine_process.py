@@ -23,7 +23,7 @@ from kernels.host_memory import keep_freed_memory, release_program_pages
 from service.common.channel import receive_descriptors
 from service.common.config import EngineOptions
 from service.common.errors import EngineDied
-from service.common.helper_process import ignore_stop_signals, lasting_objects, log_to_stderr
+from service.common.helper_process import ignore_stop_signals, log_to_stderr, torch_imports
 from service.engine import wire
 
 
@@ -41,7 +41,7 @@ def main(descriptor: int) -> int:
 
 def _serve(connection: Connection, options: EngineOptions) -> int:
     try:
-        with lasting_objects():
+        with torch_imports():
             from service.engine.build import build_engine
 
         engine = build_engine(options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kernels.host_memory import release_program_pages
 from service.common.config import ServerOptions
-from service.common.helper_process import lasting_objects, log_to_stderr
+from service.common.helper_process import log_to_stderr, torch_imports
 from service.engine.engine_client import Loading, SupervisedEngine
 from service.media.image_pool import ImagePool
 from service.model.assets import ModelAssets
@@ -71,7 +71,7 @@ def run(options: ServerOptions) -> int:
     options = fetched(options)
     if options.role == "encoder":
         # Imported here because it imports torch, which a frontend does not need.
-        with lasting_objects():
+        with torch_imports():
             from service.servers.encoder_server import serve_encoder
 
         return run_to_end(serve_encoder(options))

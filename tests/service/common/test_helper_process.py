@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from multiprocessing import Pipe
 
 import pytest
@@ -12,10 +14,11 @@ import pytest
 from service.common.helper_process import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
+    META_FUNCTIONS,
     HelperFailed,
     first_message,
-    lasting_objects,
     restart_pause,
+    torch_imports,
 )
 
 WAITS = [sys.executable, "-c", "import sys; sys.stdin.read()"]
@@ -45,17 +48,35 @@ def test_the_first_message_is_handed_on() -> None:
         assert process.poll() is None
 
 
-def test_collections_of_garbage_look_at_no_object_of_an_import_and_go_on_after_it() -> None:
-    try:
-        with pytest.raises(ImportError), lasting_objects():
-            kept: list[object] = [[]]
-            assert not gc.isenabled()
-            raise ImportError("a package that cannot be imported")
-        assert gc.isenabled() and not any(each is kept for each in gc.get_objects())
-    finally:
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()  # as conftest.py has left it
+@pytest.fixture(scope="module")
+def frozen_again() -> Iterator[None]:
+    """Garbage that a test has frozen is collected; then all is as conftest.py has left it."""
+    yield
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+def test_collections_of_garbage_look_at_no_object_of_an_import_and_go_on_after_it(frozen_again: None) -> None:
+    with pytest.raises(ImportError), torch_imports():
+        kept: list[object] = [[]]
+        assert not gc.isenabled()
+        raise ImportError("a package that cannot be imported")
+    assert gc.isenabled() and not any(each is kept for each in gc.get_objects())
+
+
+def test_torch_s_functions_for_tensors_without_data_are_imported_after_it_only(
+    monkeypatch: pytest.MonkeyPatch, frozen_again: None
+) -> None:
+    """Whoever needs them gets the real module, and whoever has it keeps it."""
+    real = importlib.import_module(META_FUNCTIONS)
+    assert real.__file__, "torch still has a module of this name"
+    with torch_imports():
+        assert importlib.import_module(META_FUNCTIONS) is real
+    monkeypatch.delitem(sys.modules, META_FUNCTIONS)
+    with torch_imports():
+        assert not hasattr(importlib.import_module(META_FUNCTIONS), "__file__")
+    assert META_FUNCTIONS not in sys.modules
 
 
 def test_a_helper_is_started_again_after_any_number_of_failures() -> None:
