@@ -105,7 +105,7 @@ def make_setup(folder: Path, python: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("version", ["3.11", "3.13"])  # the oldest and the newest
 def test_torch_s_default_build_brings_its_own_triton(version: str, tmp_path: Path) -> None:
     python = interpreter(version)
     if python is None:

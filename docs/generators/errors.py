@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,24 +18,33 @@ def reasons_raised(folder: Path) -> Iterator[tuple[str, str, bool]]:
     """(class, reason, whether the error says how long to wait) of each call in `folder` whose `reason=` contains
     literals or constants of the module."""
     for path in sorted(folder.rglob("*.py")):
-        tree = ast.parse(path.read_text("utf-8"))
-        constants = {
-            target.id: node.value.value
-            for node in tree.body
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-            given = {keyword.arg: keyword.value for keyword in call.keywords}
-            for part in ast.walk(given.get("reason", ast.Constant(None))):
-                value = getattr(part, "value", None) if isinstance(part, ast.Constant) else None
-                value = constants.get(part.id) if isinstance(part, ast.Name) else value
-                if isinstance(value, str) and value.isupper():
-                    # f"{kind}_TOO_LARGE" stands for one reason of images and one of videos.
-                    for kind in ("IMAGE", "VIDEO") if value.startswith("_") else ("",):
-                        yield name, kind + value, "retry_after" in given
+        yield from _raised_in(path)
+
+
+@functools.cache
+def _raised_in(path: Path) -> list[tuple[str, str, bool]]:
+    text = path.read_text("utf-8")
+    if "reason=" not in text:
+        return []
+    tree, found = ast.parse(text), []
+    constants = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        for part in ast.walk(given.get("reason", ast.Constant(None))):
+            value = getattr(part, "value", None) if isinstance(part, ast.Constant) else None
+            value = constants.get(part.id) if isinstance(part, ast.Name) else value
+            if isinstance(value, str) and value.isupper():
+                # f"{kind}_TOO_LARGE" stands for one reason of images and one of videos.
+                kinds = ("IMAGE", "VIDEO") if value.startswith("_") else ("",)
+                found += [(name, kind + value, "retry_after" in given) for kind in kinds]
+    return found
 
 
 def server_reasons(http: bool = True) -> set[tuple[str, str, bool]]:

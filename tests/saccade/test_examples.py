@@ -8,7 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -87,36 +87,39 @@ def demo() -> Iterator[str]:
         yield server.address
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
-def test_an_example_without_arguments_asks_about_shipped_images(name: str, demo: str, tmp_path: Path) -> None:
-    """In any folder; its first line says what can be passed."""
+def output(name: str, arguments: Sequence[object], demo: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Of an example in a process of its own; in this one, which has imported torch, if it loads a model itself."""
+    command = [str(EXAMPLES / name), *map(str, arguments)]
+    if name == "local.py":
+        with pytest.MonkeyPatch.context() as program:
+            program.setattr(sys, "argv", command)
+            runpy.run_path(command[0], run_name="__main__")
+        return capsys.readouterr().out
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, cwd=tmp_path,
+        [sys.executable, *command], capture_output=True, text=True,
         env={**os.environ, "SACCADE_SERVER": demo, "PYTHONPATH": str(EXAMPLES.parent)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() and "failed" not in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_an_example_without_arguments_asks_about_shipped_images(
+    name: str, demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In any folder; its first line says what can be passed."""
+    monkeypatch.chdir(tmp_path)
+    said = output(name, [], demo, capsys)
+    assert said.strip() and "failed" not in said
     arguments, expected = REAL.get(name, (None, ""))
-    assert arguments != [] or done.stdout.startswith(expected)
+    assert arguments != [] or said.startswith(expected)
     assert f"python examples/{name} [" in (EXAMPLES / name).read_text("utf-8").partition("\n")[0]
 
 
 @pytest.mark.parametrize("name", [name for name, (arguments, _) in REAL.items() if arguments])
-def test_example_with_the_embedded_model(
-    name: str, demo: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_example_with_the_embedded_model(name: str, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, expected = REAL[name]
-    if name == "local.py":  # in this process, which has imported torch; another has run it without arguments
-        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-        assert capsys.readouterr().out.startswith(expected)
-        return
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *map(str, arguments)], capture_output=True, text=True,
-        env={**os.environ, "SACCADE_SERVER": demo, "PYTHONPATH": str(EXAMPLES.parent)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(expected)
+    assert output(name, arguments, demo, capsys).startswith(expected)
 
 
 def test_the_example_with_a_video(demo: str, tmp_path: Path) -> None:

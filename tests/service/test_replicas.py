@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from service.commands import replicas
 from service.commands.cli import main
-from service.commands.replicas import MOST, Load, growth_table, held, needed, simulate
+from service.commands.replicas import Load, growth_table, held, needed, simulate
 from service.common.config import ConfigError
 
 LOAD = Load(rate=16.0, seconds=1.0, slots=8, wait=0.5)
@@ -31,13 +32,14 @@ def test_one_replica_waits_as_erlang_says(share: float) -> None:
     assert sum(found) / len(found) == pytest.approx(erlang_p99(load.rate, 1.0, 8), rel=0.15, abs=0.03)
 
 
-def test_needed_replicas() -> None:
+def test_needed_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "MOST", 50)
     turns, sticky = needed(LOAD, affinity=False), needed(LOAD, affinity=True)
     assert turns is not None and sticky is not None and 3 <= turns <= sticky
     assert simulate(LOAD, turns, affinity=False).p99 <= LOAD.wait < simulate(LOAD, turns - 1, affinity=False).p99
     # One key has one replica: if all requests have the same, more replicas do not help.
     assert needed(replace(LOAD, keys=1), affinity=True) is None
-    assert needed(replace(LOAD, rate=2 * MOST * LOAD.of_one), affinity=False) is None
+    assert needed(replace(LOAD, rate=2 * replicas.MOST * LOAD.of_one), affinity=False) is None
 
 
 def test_what_is_held_is_less_than_what_all_slots_could_do() -> None:
