@@ -56,65 +56,95 @@ def _mend() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    patch_language, patched = interpreter._patch_lang, set()
+    patch_language, patched, seen = interpreter._patch_lang, set(), set()
 
     def patch_lang(function: Any) -> Any:
         """Patches a language module for the first kernel that uses it, for good: doing it again for each launch took a
         tenth of the time, and a kernel's call of another one left it patched anyway."""
-        modules = {value.__name__ for value in function.__globals__.values() if value is tl or value is tl.core}
-        if not modules <= patched:
-            patch_language(function)
-            patched.update(modules)
+        if function not in seen:
+            seen.add(function)
+            modules = {value.__name__ for value in function.__globals__.values() if value is tl or value is tl.core}
+            if not modules <= patched:
+                patch_language(function)
+                patched.update(modules)
         return interpreter._LangPatchScope()
 
     def tensor_init(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shape_of(tuple(type.shape) if type.is_block() else ())
+        self.shape, self.numel = shape_of(type.sizes)
 
     @functools.cache
     def shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
         return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
 
-    broadcast = semantic.TritonSemantic.broadcast_impl_value
+    block_type, block_init = tl.core.block_type, tl.core.block_type.__init__
+    blocks: dict[Any, Any] = {}
 
-    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
-        sizes = vars(lhs.type).get("sizes")  # only block types have it
-        return (lhs, rhs) if sizes and sizes == vars(rhs.type).get("sizes") else broadcast(self, lhs, rhs)
+    def block_type_new(cls: Any, element_ty: Any, shape: Any) -> Any:
+        """The same object for equal types."""
+        given = shape.value if isinstance(shape, tl.constexpr) else shape
+        sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in given])
+        key = cls, element_ty.name, sizes
+        if key not in blocks:
+            made = blocks[key] = object.__new__(cls)
+            block_init(made, element_ty, list(sizes))
+            made.sizes = sizes
+        return blocks[key]
+
+    constants: dict[tuple[str, float], Any] = {}
+
+    def converted(self: Any, value: Any, like: Any) -> Any:
+        """A number as a tensor of the other operand's type, or None if operations do not convert it to that."""
+        if type(value) is tl.tensor or type(like) is not tl.tensor:
+            return value if type(value) is tl.tensor else None
+        dtype = like.dtype
+        if type(value) is int and dtype.is_int() and not dtype.is_int1():
+            fits = dtype.get_int_min_value() <= value <= dtype.get_int_max_value()
+        else:
+            fits = type(value) in (int, float) and dtype.is_floating()
+        if fits and (dtype.name, value) not in constants:
+            constants[dtype.name, value] = self.scalar_constant(value, dtype)
+        return constants[dtype.name, value] if fits else None
+
+    common = functools.cache(np.broadcast_shapes)
+
+    def shaped(operand: Any, sizes: tuple[int, ...]) -> Any:
+        """With the type of a block. The values stay as they are, since NumPy's operations repeat them."""
+        same = operand.type.sizes == sizes
+        return operand if same else tl.tensor(operand.handle, block_type(operand.dtype, sizes))
 
     check = semantic.TritonSemantic.binary_op_type_checking_impl
 
     def check_types(self: Any, lhs: Any, rhs: Any, *given: bool) -> Any:
-        divides = given[3:] == (True,)  # numbers of 16 bits are divided in float32
-        if type(lhs) is type(rhs) is tl.tensor and not divides and lhs.dtype == rhs.dtype and not lhs.dtype.is_ptr():
-            return broadcast_impl_value(self, lhs, rhs)
-        return check(self, lhs, rhs, *given)
+        """Most operands have the same type, or are numbers beside others and pointers beside integers."""
+        left, right = converted(self, lhs, rhs), converted(self, rhs, lhs)
+        if left is None or right is None:
+            return check(self, lhs, rhs, *given)
+        one, other = left.dtype, right.dtype
+        divides = given[3:] == (True,) and one.is_floating()  # numbers of 16 bits are divided in float32
+        moves = one.is_ptr() and other.is_int() and given[:1] == (True,)
+        if not (moves or one.name == other.name and not one.is_ptr() and not divides):
+            return check(self, lhs, rhs, *given)
+        if left.type is right.type:
+            return left, right
+        sizes = common(left.type.sizes, right.type.sizes)
+        return shaped(left, sizes), shaped(right, sizes)
 
-    block_init, np_type = tl.core.block_type.__init__, interpreter._get_np_dtype
-    blocks: dict[Any, dict[str, Any]] = {}
-
-    def block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
-        given = shape.value if isinstance(shape, tl.constexpr) else shape
-        sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in given])
-        key = (sizes, element_ty) if type(element_ty) is tl.dtype else None
-        if key not in blocks:
-            block_init(self, element_ty, list(sizes))
-            vars(self)["sizes"] = sizes
-            if key is not None:  # pointers are not hashable
-                blocks[key] = dict(vars(self))
-            return
-        vars(self).update(blocks[key])
-
-    np_types = functools.cache(np_type)
+    np_type, np_types = interpreter._get_np_dtype, {}
 
     def get_np_dtype(of: Any) -> Any:
-        return np_types(of) if type(of) is tl.dtype else np_type(of) if of.scalar.is_ptr() else np_types(of.scalar)
+        name = of.scalar.name
+        if name not in np_types:
+            np_types[name] = np_type(of)
+        return np_types[name]
 
     # Sums and products of integers were computed four times over for an assertion that only a debug build makes.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     # Types and shapes are values, and most of the interpreter's time went into making equal ones and comparing them.
-    semantic.TritonSemantic.broadcast_impl_value = broadcast_impl_value
+    tl.core.dtype.sizes = ()
     semantic.TritonSemantic.binary_op_type_checking_impl = check_types
-    tl.tensor.__init__, tl.core.block_type.__init__ = tensor_init, block_type_init
+    tl.tensor.__init__ = tensor_init
+    block_type.__new__, block_type.__init__ = block_type_new, lambda *_: None
     interpreter._get_np_dtype = get_np_dtype
     interpreter._convert_float, builder.create_dot = convert_float, create_dot
     interpreter._patch_lang_tensor, interpreter._patch_lang = patch_lang_tensor, patch_lang
