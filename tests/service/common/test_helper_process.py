@@ -68,7 +68,7 @@ def test_collections_of_garbage_look_at_no_object_of_an_import_and_go_on_after_i
 def test_torch_s_functions_for_tensors_without_data_are_imported_after_it_only(
     monkeypatch: pytest.MonkeyPatch, frozen_again: None
 ) -> None:
-    """Whoever needs them gets the real module, and whoever has it keeps it."""
+    """A later import gets the real module, which is kept if it is there already."""
     real = importlib.import_module(META_FUNCTIONS)
     assert real.__file__, "torch still has a module of this name"
     with torch_imports():
