@@ -31,6 +31,11 @@ INPUTS = 128
 TALLEST = {"sm_80": 64, "sm_90": 32, "sm_100": 32, "gfx942": 64}
 """Largest number of rows per tile with weights in 8 bits. From 64 rows on, sm_90 and sm_100 would use another matrix
 instruction, so that a row's bits would depend on the number of rows."""
+STAGES = {"sm_80": 4, "sm_90": 6, "sm_100": 6, "gfx942": 2}
+"""Stages of the load pipeline with rows of 16 bits, as for products of few plain rows. With 2, a block is loaded only
+after the one before it has been multiplied."""
+WARPS = {"sm_80": 4, "sm_90": 8, "sm_100": 8, "gfx942": 4}
+"""Warps with weights in 4 bits and more than 16 rows; some sizes spill with the other number."""
 LEAST_INPUTS = tl.constexpr(16)
 """Least inputs of one `tl.dot`: a limit of the compiler, which the interpreter does not check."""
 
@@ -56,15 +61,19 @@ def _e2m1(b_codes):
 
 
 @triton.jit
-def _nibbles(b_codes, p_scale, p_zeros, m_n, o_group, m_group, KIND: tl.constexpr, ZEROS: tl.constexpr):
-    """Values `[N, half a block]` of the low or high halves of the bytes, scaled if scales change within a block."""
-    if KIND == NVFP4:
-        b_scale = _e4m3(tl.load(p_scale + o_group, mask=m_group, other=0))
-        return _e2m1(b_codes) * b_scale
+def _int4(b_codes, p_zeros, m_n, ZEROS: tl.constexpr):
+    """Codes `[N, inputs]` of int4 -> float32, without their scale."""
     if ZEROS:
         b_zero = tl.load(p_zeros, mask=m_n, other=0).to(tl.int32)
         return (b_codes - b_zero[:, None]).to(tl.float32)
     return (b_codes - 8).to(tl.float32)
+
+
+@triton.jit
+def _nvfp4(b_codes, b_scale):
+    """Codes of the even or odd inputs `[N, 8 * groups]` -> float32, times the scales of their groups `[N, groups]`."""
+    b_values = tl.reshape(_e2m1(b_codes), (b_scale.shape[0], b_scale.shape[1], 8)) * b_scale[:, :, None]
+    return tl.reshape(b_values, (b_codes.shape[0], b_codes.shape[1]))
 
 
 @triton.jit
@@ -79,6 +88,7 @@ def block_product(
     o_groups,  # [N]: offset of each output's first group in the scales
     k,
     k_count,
+    row_bytes,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -89,10 +99,11 @@ def block_product(
     inputs."""
     element = p_x.dtype.element_ty
     o_scale = o_groups + (k // GROUP if GROUP > 0 else 0)
+    o_k = k + tl.arange(0, BLOCK_K)
+    m_k = o_k < k_count
+    o_x = tl.load(p_order + o_k, mask=m_k, other=0) if ORDERED else o_k
+    b_x = tl.load(p_x + o_x[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
     if KIND == INT8 or KIND == FP8:
-        o_k = k + tl.arange(0, BLOCK_K)
-        m_k = o_k < k_count
-        b_x = tl.load(p_x + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
         b_values = tl.load(p_values + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0)
         if KIND == FP8:
             b_w = _e4m3(b_values).to(element)
@@ -100,33 +111,29 @@ def block_product(
             b_w = b_values.to(tl.float32).to(element)
         b_sum = tl.dot(b_x, tl.trans(b_w), input_precision="ieee")
     elif BLOCK_K < 2 * LEAST_INPUTS:  # of int4: the halves of a block have too few inputs, so bytes are read twice
-        o_k = k + tl.arange(0, BLOCK_K)
-        m_k = o_k < k_count
-        o_x = tl.load(p_order + o_k, mask=m_k, other=0) if ORDERED else o_k
-        b_x = tl.load(p_x + o_x[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
         m_values = m_n[:, None] & m_k[None, :]
         b_bytes = tl.load(p_values + (o_k // 2)[None, :], mask=m_values, other=0).to(tl.int32)
         b_codes = (b_bytes >> (4 * (o_k % 2))[None, :]) & 15
-        b_w = _nibbles(b_codes, p_scale, p_zeros + o_scale, m_n, o_groups[:, None], m_values, KIND, ZEROS).to(element)
+        b_w = _int4(b_codes, p_zeros + o_scale, m_n, ZEROS).to(element)
         b_sum = tl.dot(b_x, tl.trans(b_w), input_precision="ieee")
     else:
-        o_pair = k // 2 + tl.arange(0, BLOCK_K // 2)
-        m_pair, m_odd = 2 * o_pair < k_count, 2 * o_pair + 1 < k_count
+        # Bytes and rows are loaded as they lie in memory, and rows are divided into even and odd inputs in registers:
+        # loads with a stride, or a mask that is not one comparison with a multiple of 16, would have a byte or two.
+        o_pair = tl.multiple_of(k // 2, BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
+        m_pair = o_pair < row_bytes
         b_bytes = tl.load(p_values + o_pair[None, :], mask=m_n[:, None] & m_pair[None, :], other=0).to(tl.int32)
-        o_group = o_groups[:, None] + (o_pair[None, :] // 8)
-        m_group = m_n[:, None] & m_pair[None, :]
-        m_x = m_m[:, None] & m_pair[None, :]
-        if ORDERED:
-            o_even = tl.load(p_order + 2 * o_pair, mask=m_pair, other=0)
-            o_odd = tl.load(p_order + 2 * o_pair + 1, mask=m_odd, other=0)
+        b_even, b_odd = tl.split(tl.reshape(b_x, (b_x.shape[0], BLOCK_K // 2, 2)))
+        if KIND == NVFP4:
+            o_group = tl.multiple_of(k // 16, BLOCK_K // 16) + tl.arange(0, BLOCK_K // 16)
+            m_group = m_n[:, None] & (o_group * 16 < k_count)[None, :]
+            b_scale = _e4m3(tl.load(p_scale + o_groups[:, None] + o_group[None, :], mask=m_group, other=0))
+            b_sum = tl.dot(b_even, tl.trans(_nvfp4(b_bytes & 15, b_scale).to(element)), input_precision="ieee")
+            b_w = _nvfp4(b_bytes >> 4, b_scale).to(element)
         else:
-            o_even, o_odd = 2 * o_pair, 2 * o_pair + 1
-        b_even = tl.load(p_x + o_even[None, :], mask=m_x, other=0.0)
-        b_odd = tl.load(p_x + o_odd[None, :], mask=m_x & m_odd[None, :], other=0.0)
-        b_low = _nibbles(b_bytes & 15, p_scale, p_zeros + o_scale, m_n, o_group, m_group, KIND, ZEROS).to(element)
-        b_high = _nibbles(b_bytes >> 4, p_scale, p_zeros + o_scale, m_n, o_group, m_group, KIND, ZEROS).to(element)
-        b_sum = tl.dot(b_even, tl.trans(b_low), input_precision="ieee")
-        b_sum = tl.dot(b_odd, tl.trans(b_high), b_sum, input_precision="ieee")
+            b_w = _int4(b_bytes & 15, p_zeros + o_scale, m_n, ZEROS).to(element)
+            b_sum = tl.dot(b_even, tl.trans(b_w), input_precision="ieee")
+            b_w = _int4(b_bytes >> 4, p_zeros + o_scale, m_n, ZEROS).to(element)
+        b_sum = tl.dot(b_odd, tl.trans(b_w), b_sum, input_precision="ieee")
     if (KIND == INT4 or KIND == FP8) and GROUP > 0:
         b_sum = b_sum * tl.load(p_scale + o_scale, mask=m_n, other=0.0)[None, :]
     return b_sum
@@ -143,7 +150,7 @@ def row_scaled(total, p_scale, p_outer, o_n, m_n, KIND: tl.constexpr, GROUP: tl.
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m_count"])
 def _linear_kernel(
     p_x,  # [M, K]
     p_values,  # [N, K] bytes, or [N, K / 2]
@@ -154,6 +161,7 @@ def _linear_kernel(
     p_out,  # [M, N]
     x_stride,
     values_stride,
+    row_bytes,
     groups,
     m_count,
     n_count,
@@ -176,7 +184,8 @@ def _linear_kernel(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, k_count, BLOCK_K):
         total += block_product(
-            p_x, p_values, p_scale, p_zeros, p_x, m_m, m_n, o_groups, k, k_count, KIND, GROUP, ZEROS, False, BLOCK_K
+            p_x, p_values, p_scale, p_zeros, p_x, m_m, m_n, o_groups, k, k_count, row_bytes, KIND, GROUP, ZEROS,
+            False, BLOCK_K,
         )  # fmt: skip
     total = row_scaled(total, p_scale, p_outer, o_n, m_n, KIND, GROUP, DIVIDED)
     if BIAS:
@@ -197,6 +206,8 @@ class Form:
     """Outputs per tile."""
     tallest: int
     """Largest number of rows per tile: more would spill on sm_80."""
+    stages: int
+    """Stages of the load pipeline."""
 
     @classmethod
     def of(cls, weight: Quantised, dtype: torch.dtype) -> Form:
@@ -212,8 +223,10 @@ class Form:
             "ZEROS": weight.zeros is not None, "DIVIDED": weight.divided,
         }  # fmt: skip
         tallest = by_architecture(TALLEST, weight.values.device)
-        tallest = 16 if exact else 32 if weight.kind in ("int4", "nvfp4") else tallest
-        return cls(arguments, block, outputs, tallest)
+        narrow = weight.kind in ("int4", "nvfp4") or not whole
+        tallest = 16 if exact else 32 if narrow else tallest
+        stages = 2 if exact else by_architecture(STAGES, weight.values.device)
+        return cls(arguments, block, outputs, tallest, stages)
 
 
 def pointers(weight: Quantised) -> dict[str, Tensor]:
@@ -245,6 +258,7 @@ def quantised_linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tenso
         p_out=out,
         x_stride=x.stride(0),
         values_stride=tensors["p_values"].stride(0),
+        row_bytes=weight.values.shape[-1],
         groups=1 if weight.kind == "int8" else weight.scale.shape[1],
         m_count=rows,
         n_count=outputs,
@@ -254,8 +268,8 @@ def quantised_linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tenso
         BLOCK_M=tall,
         BLOCK_N=form.outputs,
         BLOCK_K=form.block,
-        num_warps=4,
-        num_stages=2,
+        num_warps=by_architecture(WARPS, x.device) if tall > 16 and weight.kind in ("int4", "nvfp4") else 4,
+        num_stages=form.stages,
         **one_instruction(x.device),
     )
     return out

@@ -20,8 +20,8 @@ from kernels.linear.quantised import Quantised
 from kernels.moe.activation_kernel import activated
 from kernels.moe.pairs_kernel import block_pairs
 
-WARPS_NVFP4 = dict.fromkeys(ARCHITECTURES, 4) | {"sm_86": 8}
-"""Warps of a product of 16-bit rows with nvfp4 weights; with 4, it spills on sm_86."""
+WARPS_NVFP4 = dict.fromkeys(ARCHITECTURES, 8) | {"sm_90": 4, "sm_100": 4}
+"""Warps of a product of 16-bit rows with nvfp4 weights; with 4, it spills on the others."""
 
 
 @triton.jit
@@ -73,8 +73,8 @@ def _grouped_quantised(  # type: ignore[no-untyped-def]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, k_count, BLOCK_K):
         total += block_product(
-            p_x, p_values, p_scale, p_zeros, p_columns, m_m, m_n, o_groups, k, k_count, KIND, GROUP, ZEROS, ORDERED,
-            BLOCK_K,
+            p_x, p_values, p_scale, p_zeros, p_columns, m_m, m_n, o_groups, k, k_count, row_bytes, KIND, GROUP, ZEROS,
+            ORDERED, BLOCK_K,
         )  # fmt: skip
     total = row_scaled(total, p_scale, p_outer, o_n, m_n, KIND, GROUP, DIVIDED)
     o_out = (pair * n_count)[:, None] + o_n[None, :]
@@ -143,7 +143,7 @@ def grouped_quantised(
         ACT=activation,
         GATED=gate is not None,
         num_warps=8 if rows.dtype == torch.float32 else warps,
-        num_stages=2,
+        num_stages=form.stages,
         **one_instruction(rows.device),
     )
     return out

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from triton_kernels import DEVICE, poisoned
 
 from kernels.dispatch import forced
+from kernels.launch import recording
 from kernels.linear import Linear, Quantised, quantise, rows_kernel
 from kernels.linear.kernel import quantised_linear
 from kernels.tiles import Tile
@@ -50,6 +51,18 @@ def test_groups_without_a_kernel_are_refused() -> None:
     weight = Quantised("int4", torch.zeros(4, 12, dtype=torch.uint8), torch.ones(4, 3), 24, 8)
     with pytest.raises(ValueError, match="24 inputs in groups of 8 inputs has no kernel on a GPU"):
         quantised_linear(torch.zeros(1, 24), weight, None)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="reads the arguments of Triton's interpreter")
+def test_the_number_of_rows_decides_the_tile_alone() -> None:
+    """Triton compiles a kernel anew for an integer that is 1 or a multiple of 16, unless told otherwise."""
+    weight, numbers = weights(70, 160)["int8"], []
+    with recording("sm_90") as launches:
+        for rows in (1, 2, 16):
+            quantised_linear(torch.zeros(rows, 160), weight, None)
+            numbers.append({name: of for name, of in launches[-1].arguments.items() if type(of) is int})
+    varying = {name for name in numbers[0] if len({each[name] for each in numbers}) > 1}
+    assert varying and varying <= set(launches[0].kernel.kwargs["do_not_specialize"])
 
 
 @pytest.mark.parametrize("described", [True, False], ids=["described", "pointers"])
