@@ -18,10 +18,12 @@ from torch.nn import functional as F
 from encoder.pieces import Pieces
 from encoder.tower import PackedBatch, TowerSizes
 from kernels.activations import ACTIVATIONS
+from kernels.dispatch import implementation
 from kernels.linear import Linear
 from kernels.patch_embed import patch_embed
 from kernels.pixel_shuffle import shuffle_norm
 from kernels.rms_norm import rms_norm
+from kernels.rotary import norm_rotate
 from kernels.varlen_attention import varlen_attention
 
 
@@ -66,22 +68,34 @@ class Block:
     down: Linear
 
 
-Rotated = tuple[Tensor, Tensor]
-"""Cosines and sines of each tower row, `[R, 1, 1, head width / 2]` float32."""
+class Rotations:
+    """Rotates the heads of tower rows by the rotation of each row's patch, in float32; rows that are not patches are
+    not rotated. Feature i of the first half of a head is paired with feature i of the second half."""
 
+    def __init__(self, rotations_TF: Tensor, source_R: Tensor, table_KD: Tensor) -> None:
+        """`rotations_TF`, `source_R`: of a `PackedBatch`; `table_KD`: the rows of its sources before the patches."""
+        prefix, half = table_KD.shape[0], rotations_TF.shape[1] // 2
+        fixed_KF = torch.cat((rotations_TF.new_ones(prefix, half), rotations_TF.new_zeros(prefix, half)), 1)
+        self._of_sources = torch.cat((fixed_KF, rotations_TF)).unflatten(1, (2, half))
+        self._source_R1 = source_R[:, None]
+        self._turned: tuple[Tensor, Tensor] | None = None
+        """Cosines and sines of each row, `[R, 1, half]`; None where the kernel finds them by the row's source."""
+        if implementation(source_R.device.type)[0] == "reference":
+            cos, sin = self._of_sources.index_select(0, source_R).unsqueeze(1).unbind(2)
+            self._turned = cos, sin
 
-def rotations(rotations_TF: Tensor, source_R: Tensor, table_KD: Tensor) -> Rotated:
-    """Rotations of the tower rows: those of each row's patch; rows that are not patches are not rotated."""
-    prefix, half = table_KD.shape[0], rotations_TF.shape[1] // 2
-    fixed_KF = torch.cat((rotations_TF.new_ones(prefix, half), rotations_TF.new_zeros(prefix, half)), 1)
-    rows_RF = torch.cat((fixed_KF, rotations_TF)).index_select(0, source_R)[:, None, None]
-    return rows_RF[..., :half], rows_RF[..., half:]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotates heads, the last dimension of `x`, in place, in float32."""
-    first, second = x.float().chunk(2, -1)
-    x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
+    def __call__(self, x_RHP: Tensor, heads: int, norms: tuple[RmsNorm, RmsNorm] | None = None) -> Tensor:
+        """`heads` heads of queries, and those of keys after them, each after its norm. A new tensor where there is a
+        kernel. Otherwise x itself, overwritten: compiled attention needs queries, keys and values of one stride."""
+        if self._turned is None:
+            weights, eps = (None, 0.0) if norms is None else ((norms[0].weight, norms[1].weight), norms[0].eps)
+            return norm_rotate(x_RHP, heads, weights, eps, self._of_sources, self._source_R1)
+        width = x_RHP.shape[2]
+        for norm, part in zip(norms or (), x_RHP.split((heads, x_RHP.shape[1] - heads), 1)):
+            part.copy_(norm(part.reshape(-1, width)).view(part.shape))
+        cos, sin = self._turned
+        first, second = x_RHP.float().chunk(2, -1)
+        return x_RHP.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
 
 
 class ViTSizes(TowerSizes, Protocol):
@@ -125,8 +139,7 @@ def key_value_heads(sizes: ViTSizes) -> int:
 class ViT:
     """Fused and cast weights. `pieces` is a pure function of the batch, in torch operations and kernels.
 
-    Queries and keys are rotated if the batch has `rotations_TF`: feature i of the first half of a head is paired with
-    feature i of the second half.
+    Queries and keys are rotated if the batch has `rotations_TF`.
     """
 
     sizes: ViTSizes
@@ -154,7 +167,7 @@ class ViT:
         host once."""
         projection = self.projections[kind]
         x_RD = patch_embed(batch.patches_TP, projection, batch.positions_TD, self.table_KD, batch.source_R)
-        rotated = None if batch.rotations_TF is None else rotations(batch.rotations_TF, batch.source_R, self.table_KD)
+        rotated = None if batch.rotations_TF is None else Rotations(batch.rotations_TF, batch.source_R, self.table_KD)
         for block in self.blocks:
             x_RD = self._block(block, x_RD, batch, rotated)
             yield
@@ -167,12 +180,12 @@ class ViT:
             return self.linear_2(self.linear_1.relu_squared(normed))
         return self.linear_2(ACTIVATIONS[self.projector_act](self.linear_1(normed)))
 
-    def _block(self, block: Block, x_RD: Tensor, batch: PackedBatch, rotated: Rotated | None) -> Tensor:
+    def _block(self, block: Block, x_RD: Tensor, batch: PackedBatch, rotated: Rotations | None) -> Tensor:
         rows, heads, width = x_RD.shape[0], self.sizes.num_heads, self.sizes.hidden_size // self.sizes.num_heads
-        qkv_R3HD = block.qkv(block.norm1(x_RD)).view(rows, 3, heads, width)
+        qkv_RHD = block.qkv(block.norm1(x_RD)).view(rows, 3 * heads, width)
+        q_RHD, k_RHD, v_RHD = qkv_RHD.split(heads, 1)
         if rotated is not None:
-            rotate(qkv_R3HD[:, :2], *rotated)
-        q_RHD, k_RHD, v_RHD = qkv_R3HD.unbind(1)
+            q_RHD, k_RHD = rotated(qkv_RHD[:, : 2 * heads], heads).split(heads, 1)
         mixed_RHD = varlen_attention(q_RHD, k_RHD, v_RHD, batch.cu_seqlens, batch.max_seqlen, scale=width**-0.5)
         x_RD = block.out(mixed_RHD.view(rows, heads * width)).add_(x_RD)
         inner = block.up(block.norm2(x_RD))

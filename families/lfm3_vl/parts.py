@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from encoder.pieces import Pieces
 from encoder.tower import PackedBatch
-from encoder.vit import Norm, RmsNorm, rotate, rotations
+from encoder.vit import Norm, RmsNorm, Rotations
 from families.lfm3_vl.vision_config import VisionConfig
 from kernels.activations import ACTIVATIONS
 from kernels.linear import Linear
@@ -80,12 +80,12 @@ class Parts:
         embedded_TD = self.embedding_norm(self.projections[kind](batch.patches_TP))
         x_RD = torch.cat((self.table_KD, embedded_TD)).index_select(0, batch.source_R)
         assert batch.rotations_TF is not None
-        cos, sin = (part.squeeze(1) for part in rotations(batch.rotations_TF, batch.source_R, self.table_KD))
+        rotated = Rotations(batch.rotations_TF, batch.source_R, self.table_KD)
         taps_KR = None if batch.neighbours_RK is None else (batch.neighbours_RK.t() + 1).contiguous()
         for layer in self.layers:
             normed_RD = layer.norm(x_RD)
             if isinstance(layer.mixer, Attention):
-                mixed_RD = self._attend(layer.mixer, normed_RD, batch, cos, sin)
+                mixed_RD = self._attend(layer.mixer, normed_RD, batch, rotated)
             else:
                 assert taps_KR is not None
                 mixed_RD = _convolve(layer.mixer, normed_RD, taps_KR)
@@ -97,14 +97,13 @@ class Parts:
         joined = shuffle_norm(x_RD, batch.token_rows_NM, None, 0.0, (norm.weight, norm.bias, norm.eps))
         return self.linear_2(ACTIVATIONS[self.sizes.projector_act](self.linear_1(joined)))
 
-    def _attend(self, mixer: Attention, x_RD: Tensor, batch: PackedBatch, cos: Tensor, sin: Tensor) -> Tensor:
+    def _attend(self, mixer: Attention, x_RD: Tensor, batch: PackedBatch, rotated: Rotations) -> Tensor:
         sizes, rows = self.sizes, len(x_RD)
         heads, kv_heads, width = sizes.num_heads, sizes.num_key_value_heads, sizes.head_dim
         qkv_RHW = mixer.qkv(x_RD).view(rows, heads + 2 * kv_heads, width)
-        q_RHW, k_RGW, v_RGW = qkv_RHW.split((heads, kv_heads, kv_heads), 1)
-        for norm, part in ((mixer.q_norm, q_RHW), (mixer.k_norm, k_RGW)):
-            part.copy_(norm(part.reshape(-1, width)).view(part.shape))
-        rotate(qkv_RHW[:, : heads + kv_heads], cos, sin)
+        turned_RHW, v_RGW = qkv_RHW.split((heads + kv_heads, kv_heads), 1)
+        turned_RHW = rotated(turned_RHW, heads, (mixer.q_norm, mixer.k_norm))
+        q_RHW, k_RGW = turned_RHW.split((heads, kv_heads), 1)
         mixed_RHW = varlen_attention(q_RHW, k_RGW, v_RGW, batch.cu_seqlens, batch.max_seqlen, scale=width**-0.5)
         return mixed_RHW.view(rows, heads * width)
 

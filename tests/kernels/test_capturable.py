@@ -111,7 +111,8 @@ def test_steps_of_an_encoder_that_rotates(kind: str, launches: list[Launch]) -> 
     sizes = buffer_sizes(shape, given.config, (kind,))
     buffers = {name: torch.empty(size, dtype=kind or tower.dtype, device=META) for name, (size, kind) in sizes.items()}
     _step(tower, shape, kind)(buffers, buffers)
-    assert _without_products(launches) == ["_embed", *["_varlen"] * given.config.num_layers, "_shuffle_norm"]
+    layers = ["_norm_rotate_kernel", "_varlen"] * given.config.num_layers
+    assert _without_products(launches) == ["_embed", *layers, "_shuffle_norm"]
 
 
 def test_steps_of_an_encoder_that_convolves(launches: list[Launch]) -> None:
@@ -127,7 +128,7 @@ def test_steps_of_an_encoder_that_convolves(launches: list[Launch]) -> None:
     _step(tower, shape, "video")(buffers, buffers)
     names = _without_products(launches)
     assert names.count("_varlen") == 1 and names[-1] == "_shuffle_norm"
-    assert set(names) == {"_rms_norm_kernel", "_varlen", "_shuffle_norm"}
+    assert set(names) == {"_rms_norm_kernel", "_norm_rotate_kernel", "_varlen", "_shuffle_norm"}
 
 
 def test_a_read_by_the_host_is_seen() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gated_decoder import gated_config
 from pretend_gpu import GpuTensor, pretended
-from qwen_vision import tiny_qwen
+from qwen_vision import random_item, tiny_qwen
 from speculation import Answers, answers
 from tiny_decoder import random_weights, tiny_config
 from tiny_encoder import random_image, relative_error, tiny_tower
@@ -102,16 +102,21 @@ def test_groups_without_a_kernel_are_refused_when_a_layer_is_built(gpu: None) ->
 
 
 @pytest.mark.parametrize("graphs", ["on", "off"])
-def test_encoder(graphs: str) -> None:
-    tiny = tiny_tower(11, final_layernorm=True)
-    images = [random_image(tiny.config, *grid, seed=index) for index, grid in enumerate([(4, 6), (2, 2), (8, 8)])]
+@pytest.mark.parametrize("tower", ["plain", "rotated"])
+def test_encoder(tower: str, graphs: str) -> None:
+    grids = [(4, 6), (2, 2), (8, 8)]
+    tiny: Any = tiny_tower(11, final_layernorm=True) if tower == "plain" else tiny_qwen(11)
+    if tower == "plain":
+        images = [random_image(tiny.config, *grid, seed=index) for index, grid in enumerate(grids)]
+    else:
+        images = [random_item(tiny.config, grid, seed=index) for index, grid in enumerate(grids)]
 
     def encode(device: str, graphs: str) -> list[Tensor]:
         options = EncoderOptions(
             dtype=torch.float32, device=torch.device(device), graphs=graphs, token_budgets=(12, 24), max_images=4
         )
         runner = EncoderRunner(tiny.config, options, tiny.weights.items())
-        out = [torch.empty(image.tokens, tiny.config.text_hidden_size, device=device) for image in images]
+        out = [torch.empty(image.tokens, tiny.config.row_width, device=device) for image in images]
         runner.encode(images, out)
         assert any(name.startswith("replays_") for name in runner.stats()) == (graphs == "on")
         runner.close()
