@@ -23,6 +23,15 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 sm_89 and sm_120 too; where the row of sm_80 fits in that, tables have none of sm_86."""
 
 
+MOST_PROGRAMS = 65535
+"""Programs of a grid along its second and third axes: a limit of GPUs."""
+OF_ROWS = [
+    "p_slots", "p_batch_slots", "p_targets", "p_accepted", "p_counts", "p_lengths", "p_tables", "p_starts", "p_places",
+]  # fmt: skip
+"""Arguments with a number for each row. They may be parts of one tensor and have any alignment; compiling for each
+alignment would stall the steps that meet a new one."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch of a kernel (a `triton.jit` function) with keyword arguments, options such as num_warps included."""
@@ -55,9 +64,15 @@ def recording(architecture: str) -> Iterator[list[Launch]]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
-    """Runs `kernel[grid](**arguments)` on the device of the first tensor; does nothing for an empty grid."""
+    """Runs `kernel[grid](**arguments)` on the device of the first tensor; does nothing for an empty grid. Raises
+    `ValueError` for a grid that no GPU launches."""
     if 0 in grid:
         return
+    if max(grid[1:], default=0) > MOST_PROGRAMS:
+        raise ValueError(
+            f"{kernel.__name__} would need {max(grid[1:])} programs along one axis, and a GPU launches at most "
+            f"{MOST_PROGRAMS}: a step has too many tokens"
+        )
     if _recorder is not None:
         _recorder.launches.append(Launch(kernel, grid, arguments))
         return

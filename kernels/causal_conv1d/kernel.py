@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch
+from kernels.launch import OF_ROWS, launch
 from kernels.scan_tables import TILE, ScanTables
 from kernels.slots import SlotRun
 
@@ -119,7 +119,7 @@ def _packed_kernel(
 
     # Four tokens are loaded before the first is stored: a load after a store has to wait for it.
     for token in range(first, tl.minimum(first + TILE_TOKENS, end), 4):
-        p_token = p_x + token * x_stride + o_c
+        p_token = p_x + tl.cast(token, tl.int64) * x_stride + o_c
         m_1, m_2, m_3 = m_c & (token + 1 < end), m_c & (token + 2 < end), m_c & (token + 3 < end)
         b_0 = tl.load(p_token, mask=m_c, other=0.0)
         b_1 = tl.load(p_token + x_stride, mask=m_1, other=0.0)
@@ -151,7 +151,7 @@ def _packed_kernel(
         keep_window(p_window, last, o_c, m_c & (slot >= 0), CHANNELS, TAPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _update_kernel(
     p_x,  # [R, T, C]
     p_weight,  # [W, C] float32

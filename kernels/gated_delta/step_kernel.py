@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gated_delta.reference import DeltaTerms
-from kernels.launch import by_architecture, launch
+from kernels.launch import OF_ROWS, by_architecture, launch
 from kernels.selective_state_update.kernel import softplus, token_stride
 from kernels.slots import SlotRun
 from kernels.state_replay.kernel import mix_ring
@@ -61,7 +61,7 @@ def _read(b_h, b_q, b_k, b_change, decay):
     return tl.fma(b_change, tl.sum(b_q * b_k, 0), decay * tl.sum(b_h * b_q[:, None], 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _update_kernel(
     p_pool,  # [S, H, K, V]
     p_slots,  # [R, N], N >= T
@@ -129,7 +129,7 @@ def _update_kernel(
         tl.store(p_out + (i_token * HEADS + i_head) * VALUE + o_v, b_y.to(p_out.dtype.element_ty), mask=m_v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _replay_kernel(
     p_states,  # [S, H, K, V]
     p_rings,  # [Q, L, X], X = C + 2 H

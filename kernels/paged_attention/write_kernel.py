@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch
+from kernels.launch import OF_ROWS, launch
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _write(
     p_pool,  # [B, 2, S, K, P]
     p_k,  # [T, K, P]

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import by_architecture, launch
+from kernels.launch import OF_ROWS, by_architecture, launch
 from kernels.slots import SlotRun
 
 ELEMENTS = {"sm_80": 2048, "sm_90": 2048, "sm_100": 2048, "gfx942": 4096}
@@ -41,7 +41,7 @@ def step_size(dt, bias, limit_low, limit_high, LIMITED: tl.constexpr):
     return dt
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _update_kernel(
     p_pool,  # [S, H, P, N]
     p_slots,  # [R, K], K >= T

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from kernels.causal_conv1d.kernel import BLOCK_CHANNELS, MAX_TAPS, convolve, keep_window, load_weights, load_window
 from kernels.exponentials import LOG2_E
-from kernels.launch import by_architecture, launch
+from kernels.launch import OF_ROWS, by_architecture, launch
 from kernels.selective_state_update.kernel import ELEMENTS, step_size
 from kernels.slots import SlotRun
 from kernels.state_replay.reference import MambaTerms
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _mix_kernel(
     p_windows,  # [S, W - 1, C]
     p_rings,  # [Q, L, X], X = C + H
@@ -79,7 +79,7 @@ def _mix_kernel(
         keep_window(p_windows + target * slot_stride, past, o_c, m_c, CHANNELS, TAPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _tokens_kernel(
     p_states,  # [S, H, P, N]
     p_rings,  # [Q, L, X]
@@ -151,7 +151,7 @@ def _tokens_kernel(
         tl.store(p_out + token * (HEADS * WIDTH), b_y.to(p_out.dtype.element_ty), mask=m_p)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _advance_kernel(
     p_states,  # [S, H, P, N]
     p_rings,  # [Q, L, X]

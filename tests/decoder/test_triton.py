@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tiny_decoder import (
     tiny_config,
     tokens,
 )
+from triton.runtime.interpreter import InterpretedFunction
 from triton_kernels import DEVICE
 
 from decoder.request import DecoderRequest
@@ -124,3 +126,43 @@ def test_draws_are_compiled_before_the_first_step() -> None:
         assert varied <= set(getattr(kernel, "kwargs", vars(kernel))["do_not_specialize_on_alignment"])
         varying |= varied
     assert varying == {"p_top_p", "p_seeds", "p_positions", "p_masks"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter, not a GPU")
+def test_no_kernel_is_compiled_again_for_another_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each set of constants Triton compiles a kernel for each class of an integer (1, multiples of 16, others) and
+    alignment of a pointer, when a step meets it. Here pointers to integers: small models have rows of odd sizes."""
+    seen, varied = defaultdict[Any, set[Any]](set), defaultdict[str, set[bool]](set)
+    run_kernel = InterpretedFunction.run
+
+    def watched(self: Any, *args: Any, **given: Any) -> Any:
+        constants = {name for name, kind in self.fn.__annotations__.items() if "constexpr" in str(kind)}
+        key = (self.fn.__module__, self.fn.__name__, *((name, given[name]) for name in sorted(constants)))
+        fixed, unaligned = (
+            self.kwargs[f"do_not_specialize{of}"] or () for of in ("", "_on_alignment")
+        )  # fmt: skip
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor) and not value.is_floating_point():
+                varied[name].add(value.data_ptr() % 16 == 0)
+                if name not in unaligned:
+                    seen[key, name].add(value.data_ptr() % 16 == 0)
+            elif type(value) is int and name in self.arg_names and name not in {*constants, *fixed}:
+                seen[key, name].add((value == 1, value % 16 == 0))
+        return run_kernel(self, *args, **given)
+
+    monkeypatch.setattr(InterpretedFunction, "run", watched)
+    small: dict[str, Any] = {"max_seqs": 3, "max_len": 16, "max_batched_tokens": 16, "graphs": "off", "native": "off"}
+    drafts = {"speculative": "ngram", "draft_tokens": 2, "spec_state": "replay"}
+    with torch.no_grad(), forced("triton"):
+        runner = make_runner(gated_config("MG*"), **small, **drafts)
+        for name, prompt in {"a": [5, 9, 2], "b": [4, 4], "c": [7]}.items():
+            runner.add(request(name, prompt, greedy_params(3)))
+            runner.step()
+        while runner.has_work:
+            runner.step()
+        for ring in runner.arena.rings:
+            ring.zero_()
+        for rows in (1, 2, 3):
+            runner.model.advance([(row, row, row, 2) for row in range(rows)])
+    assert {name for name, alignments in varied.items() if len(alignments) > 1} >= {"p_slots", "p_lengths", "p_counts"}
+    assert not [key for key, classes in seen.items() if len(classes) > 1]
