@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.launch import OF_ROWS
 from kernels.segment_kernel import find_segment
 
 
@@ -35,7 +36,7 @@ def _update(q, k, v, m_open, acc, top, total, scale, MASKED: tl.constexpr):
     return acc, top, total * decay + tl.sum(weights, 1)
 
 
-@triton.jit(do_not_specialize=["rows", "tokens", "skip"])
+@triton.jit(do_not_specialize=["rows", "tokens", "skip"], do_not_specialize_on_alignment=OF_ROWS)
 def attend(
     p_q,  # [T, Q, P]
     p_k,  # [T, K, P]: new keys
@@ -79,6 +80,7 @@ def attend(
     FRESH: tl.constexpr,
     WRITE: tl.constexpr,
     SKIPS: tl.constexpr,
+    PAGED_STAGES: tl.constexpr,  # of the loops that read pages
     WINDOW: tl.constexpr,  # latest keys that a query attends to, its own included; 0: all
 ):
     PER_BLOCK: tl.constexpr = BLOCK_M // GROUP
@@ -115,11 +117,6 @@ def attend(
     m_m = (o_m < PER_BLOCK * GROUP) & (o_token < count)
     m_p = o_p < P
     o_global = (begin + o_token).to(tl.int64)
-    q = tl.load(
-        p_q + (o_global * q_token + o_query * q_head)[:, None] + o_p[None, :],
-        mask=m_m[:, None] & m_p[None, :],
-        other=0.0,
-    )
 
     if WRITE:
         if i_split == 0:
@@ -150,9 +147,18 @@ def attend(
         share = tl.maximum(tl.cdiv(divided, SPLITS), SPLIT // BLOCK_N)
         low = start + tl.where(i_split * share < divided, i_split * share, blocks)
         high = tl.where((i_split + 1) * share < divided, low + share, blocks)
+        if low >= high:  # most splits of a short row in a graph for long ones: `merge` reads no sums of these
+            at = (i_split.to(tl.int64) * tokens + o_global) * HEADS + o_query
+            tl.store(p_lse + at, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=m_m)
+            return
     else:  # as with several splits: with `start` and `blocks` themselves, programs of sm_86 and sm_100 spill
         low = start + i_split * (blocks - start)
         high = tl.minimum(low + blocks, blocks)
+    q = tl.load(
+        p_q + (o_global * q_token + o_query * q_head)[:, None] + o_p[None, :],
+        mask=m_m[:, None] & m_p[None, :],
+        other=0.0,
+    )
     acc = tl.zeros([BLOCK_M, BLOCK_P], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -164,14 +170,15 @@ def attend(
     masked_old = low
     if not SKIPS and not DECODE and not WINDOW:
         masked_old = tl.maximum(low, old // BLOCK_N)
-        for i in range(low, tl.minimum(high, old // BLOCK_N)):
+        for i in tl.range(low, tl.minimum(high, old // BLOCK_N), num_stages=PAGED_STAGES):
             o_key = i * BLOCK_N + o_n
             page = tl.load(p_table + o_key // SIZE).to(tl.int64)
             at = page * pool_page + (o_key % SIZE) * pool_place
             k = _load(p_side + at[None, :] + o_p[:, None], m_p[:, None], NARROW)
             v = _load(p_side + pool_side + at[:, None] + o_p[None, :], m_p[None, :], NARROW)
             acc, top, total = _update(q, k, v, True, acc, top, total, scale, False)
-    for i in range(masked_old, tl.minimum(high, blocks_old)):
+    MASKED_STAGES: tl.constexpr = PAGED_STAGES if SKIPS or DECODE or WINDOW else None  # or one block at most
+    for i in tl.range(masked_old, tl.minimum(high, blocks_old), num_stages=MASKED_STAGES):
         o_key = i * BLOCK_N + o_n
         if WINDOW:  # a key before the first one has a negative place, which is a large unsigned number
             m_n = (o_key - open_from).to(tl.uint32, bitcast=True) < (old - open_from).to(tl.uint32, bitcast=True)

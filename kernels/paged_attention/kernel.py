@@ -32,15 +32,15 @@ SPLIT_TOKENS = 256
 # spills: TILES for head sizes up to 128, TILES_WIDE for larger ones (256).
 TILES = {
     "sm_80": (Tile(16, 64, 4, 3), Tile(64, 32, 8, 3), Tile(64, 64, 8, 3)),
-    "sm_86": (Tile(16, 64, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 8, 3)),
+    "sm_86": (Tile(16, 64, 4, 3), Tile(64, 32, 8, 3), Tile(64, 64, 8, 3)),
     "sm_90": (Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     "sm_100": (Tile(16, 64, 4, 3), Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
     "gfx942": (Tile(16, 32, 4, 1), Tile(64, 32, 4, 1), Tile(128, 32, 8, 1)),
 }
 TILES_WIDE = {
-    "sm_80": (Tile(16, 64, 4, 3), Tile(64, 32, 8, 3), Tile(64, 64, 8, 2)),
+    "sm_80": (Tile(16, 64, 4, 3), Tile(64, 32, 8, 2), Tile(64, 64, 8, 2)),
     "sm_86": (Tile(16, 32, 4, 3), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
-    "sm_90": (Tile(16, 64, 4, 3), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+    "sm_90": (Tile(16, 64, 4, 3), Tile(64, 32, 8, 3), Tile(128, 32, 8, 3)),
     "sm_100": (Tile(16, 64, 4, 3), Tile(64, 32, 8, 3), Tile(128, 32, 8, 3)),
     "gfx942": (Tile(16, 32, 4, 1), Tile(64, 32, 4, 1), Tile(128, 32, 8, 1)),
 }
@@ -48,6 +48,13 @@ WIDE = 128
 """The widest head of `TILES`."""
 WINDOW_KEYS = 32
 """Keys at a time for 16 queries of several tokens with a window; 64 spill on sm_90 and sm_100."""
+DEEP: dict[str, set[str]] = {
+    "sm_80": {"decode", "narrow"}, "sm_86": {"decode", "float32"}, "sm_90": {"narrow", "wide"}, "sm_100": {"narrow"},
+    "gfx942": set(),
+}  # fmt: skip
+"""Programs whose loops over pages have more stages than other loops: those that decode, those of rows in float32, and
+those of heads up to `WIDE` or wider. Triton divides the stages of these loops among loads of page numbers and of keys
+and values; with as many as elsewhere, nothing is loaded ahead. Other programs would spill."""
 TILES_FLOAT32 = dict.fromkeys(ARCHITECTURES, (Tile(16, 16, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))) | {
     "sm_86": (Tile(16, 16, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
     "sm_90": (Tile(16, 16, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
@@ -104,6 +111,13 @@ def tile(dtype: torch.dtype, device: torch.device, queries: int, width: int) -> 
     table = TILES_FLOAT32 if dtype == torch.float32 else TILES if width <= WIDE else TILES_WIDE
     few, some, many = by_architecture(table, device)
     return few if queries <= 16 else some if queries <= 64 else many
+
+
+def paged_stages(chosen: Tile, q_TQP: Tensor, decode: bool) -> int:
+    """Stages of the loops over pages."""
+    kinds = {"narrow" if q_TQP.shape[2] <= WIDE else "wide", str(q_TQP.dtype).removeprefix("torch.")}
+    kinds |= {"decode"} if decode else set()
+    return 2 * chosen.stages - 1 if kinds & by_architecture(DEEP, q_TQP.device) else chosen.stages
 
 
 def splits(tokens: int, longest: int) -> int:
@@ -196,6 +210,7 @@ def _launch(
         FRESH=fresh,
         WRITE=places_T is not None,
         SKIPS=skip > 0,
+        PAGED_STAGES=paged_stages(chosen, q_TQP, decode),
         WINDOW=window or 0,
         num_warps=chosen.warps,
         num_stages=chosen.stages,

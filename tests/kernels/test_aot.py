@@ -24,6 +24,8 @@ from kernels.aot import (
     unguarded_products,
 )
 from kernels.launch import ARCHITECTURES, by_architecture, launch, recording
+from kernels.linear import quantise
+from kernels.linear.kernel import quantised_linear
 from kernels.shapes import MODELS
 
 CHECKOUT = Path(__file__).parents[2]
@@ -66,6 +68,42 @@ def test_every_kernel_compiles_for_sm_90() -> None:
     assert found == {"status": 0, "same": True, "row": True, "called function": True, "refused": 1}
     assert changed["compiled"] >= 1 and changed["problems"] == 1
     assert "varlen_attention: it has changed and compiles without a problem" in ran.stderr
+
+
+LOADS = """
+import json, re
+import triton
+from kernels import aot
+
+def loads(operation, case):
+    key = f"{aot.QUICK_TARGET} {aot.QUICK_MODEL.name} {case}"
+    launched = dict(aot.launches_of(operation, aot.QUICK_TARGET, [aot.QUICK_MODEL]))[key]
+    source, options = aot._prepared(launched, aot.QUICK_TARGET)
+    compiled = triton.compile(source, target=aot._target(aot.QUICK_TARGET)[0], options=options.__dict__).asm
+    lines = compiled["ttgir"].splitlines()
+    indents = [len(line) - len(line.lstrip()) for line in lines]
+    waits = []
+    for begin, line in enumerate(lines):
+        if "scf.for" in line:
+            end = next(i for i in range(begin + 1, len(lines)) if indents[i] == indents[begin])
+            waits += re.findall(r"ttg.async_wait.*num = (\\d+)", "".join(lines[begin:end]))
+    return [min(map(int, waits), default=0), len(re.findall(r"ld\\.global\\S*\\.[bsu]8 ", compiled["ptx"]))]
+
+cases = {"paged_attention": ["decode write bfloat16 attend"]}
+cases["linear"] = [f"{kind} 1 bfloat16 _linear_kernel" for kind in ("int8", "int4", "nvfp4")]
+print(json.dumps({case: loads(operation, case) for operation in cases for case in cases[operation]}))
+"""
+
+
+def test_blocks_are_loaded_ahead_and_not_byte_by_byte() -> None:
+    """In each iteration of these loops copies of later blocks stay in flight. Bytes of weights are copied 16 at a time;
+    a few scales are loaded alone."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run([sys.executable, "-c", LOADS], cwd=CHECKOUT, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    found = json.loads(ran.stdout)
+    assert len(found) == 4
+    assert {case: numbers for case, numbers in found.items() if numbers[0] < 1 or numbers[1] > 4} == {}
 
 
 @pytest.mark.parametrize("operation", operations())
@@ -176,3 +214,12 @@ def test_recording_launches_nothing() -> None:
         launch(None, (3,), n=1)
         launch(None, (3, 0), n=2)
     assert [(recorded.grid, recorded.arguments) for recorded in launches] == [((3,), {"n": 1})]
+
+
+def test_a_grid_that_no_gpu_launches_is_refused() -> None:
+    x, weight = torch.empty(65535 * 16 + 1, 64, device="meta"), quantise(torch.ones(64, 64), "int8").to("meta")
+    with recording("sm_90") as launches:
+        quantised_linear(x[:-1], weight, None)
+        with pytest.raises(ValueError, match="_linear_kernel would need 65536 programs .* at most 65535"):
+            quantised_linear(x, weight, None)
+    assert [launched.grid for launched in launches] == [(4, 65535)]

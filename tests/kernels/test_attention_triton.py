@@ -4,6 +4,7 @@ limit."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -210,6 +211,26 @@ def test_extend_in_a_window(window: int, dtype: torch.dtype) -> None:
         given = q[part], pages.k[row], pages.v[row], 0.25
         if new[row]:
             assert_as_good(out[part], causal(*given, torch.float64, window), causal(*given, dtype, window))
+
+
+@pytest.mark.usefixtures("short_splits")
+def test_splits_without_keys_store_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of short rows beside a long one, or in a graph for long ones. What is not written stays NaN."""
+    parts: list[Tensor] = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+        parts.append(arguments["p_part"])
+        launched(kernel, grid, **arguments)
+
+    launched = paged.launch
+    monkeypatch.setattr(paged, "launch", launch)
+    pages = Pages([5, 70, 1], 2, 16, torch.float32)
+    for row, length in enumerate(pages.lengths):
+        pages.write(row, length)
+    lengths = torch.tensor([5, 70, 0])
+    paged.decode_attention(torch.randn(3, 4, 16), pages.pool, pages.tables, lengths, 0.3, 1024)
+    written = parts[0].isfinite().all(-1).all(-1)
+    assert written.shape[0] == 32 and written.sum(0).tolist() == [1, 3, 0]
 
 
 def test_a_window_determines_the_splits_of_long_contexts() -> None:
