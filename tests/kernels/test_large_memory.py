@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -54,7 +56,9 @@ MANY = 1000
 NEW = 8
 """Rows at the end of a large tensor that are not zeros."""
 SEEN = 4
-"""Rows at the end of a result that are compared, and programs at either end of a long axis that run."""
+"""Rows at the end of a result that are compared, and programs at the end of a long axis that run."""
+FIRST = 4
+"""Programs at the beginning of a long axis that run."""
 
 
 def far(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -68,19 +72,29 @@ def empty(*shape: Any, dtype: torch.dtype = torch.float32, device: Any = None) -
     return far(*(shape[0] if isinstance(shape[0], torch.Size) else shape), dtype=dtype)
 
 
-INDEXES = range  # the interpreter replaces the name in modules with kernels
+def few(programs: int) -> Sequence[int]:
+    whole = range(programs)
+    return whole if programs <= MANY else [*whole[:FIRST], *whole[-SEEN:]]
 
 
-def few(*given: int, first: int = SEEN) -> Sequence[int]:
-    whole = INDEXES(*given)
-    return whole if len(whole) <= MANY else [*whole[:first], *whole[-SEEN:]]
+def run_some(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **given: Any) -> None:
+    """`InterpretedFunction.run` for some programs of the grid."""
+    builder, dims = interpreter.interpreter_builder, (*grid, 1, 1)[:3]
+    executor = interpreter.GridExecutor(self.rewrite(), self.arg_names, (1,))
+    set_dim, set_index = type(builder).set_grid_dim, type(builder).set_grid_idx
+    for place in product(*map(few, dims)):
+        with (
+            patch.object(builder, "set_grid_dim", lambda *_: set_dim(builder, *dims)),
+            patch.object(builder, "set_grid_idx", partial(lambda at, *_: set_index(builder, *at), place)),
+        ):
+            executor(*args, **given)
 
 
 @pytest.fixture(autouse=True)
 def some_programs_without_overflow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     checked = interpreter.InterpreterOptions(debug=True, sanitize_overflow=True)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", checked)
-    monkeypatch.setattr(interpreter, "range", few, raising=False)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", run_some)
     monkeypatch.setattr(launch, "MOST_PROGRAMS", 2**31)  # rows that are this short may need more
     with patch("torch.empty", empty), torch.no_grad():
         yield
@@ -210,7 +224,7 @@ def test_patches_and_tokens() -> None:
 
 def test_attention_of_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first programs would go over all keys of the first sequence."""
-    monkeypatch.setattr(interpreter, "range", partial(few, first=0))
+    monkeypatch.setattr(sys.modules[__name__], "FIRST", 0)
     qkv = far(2**31 // (3 * 2 * 32) + 200, 3, 2, 32)
     qkv[-150:] = torch.randn(150, 3, 2, 32)
     bounds = torch.tensor([0, len(qkv) - 150, len(qkv)], dtype=torch.int32)
@@ -410,7 +424,10 @@ def test_pages(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(large[-8:], small)
 
 
-def test_rows_of_new_keys() -> None:
+def test_rows_of_new_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last blocks are those of the first programs, but for the fourth, which would go over all keys of the first
+    row."""
+    monkeypatch.setattr(sys.modules[__name__], "FIRST", 3)
     new, old, tokens = 20, 9, 2**31 // 64 + 40
     given = [far(tokens, heads, 32) for heads in (2, 2, 2)]
     for each in given:
