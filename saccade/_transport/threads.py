@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import threading
 import weakref
@@ -23,6 +25,15 @@ from saccade.errors import Cancelled, FailedPrecondition, error_from_rpc
 
 if TYPE_CHECKING:
     import grpc
+
+
+@functools.cache
+def _leave_calls_at_exit() -> None:
+    """Keeps gRPC from cancelling calls that are deleted while Python ends. For that it takes a call's lock, which one
+    of its own threads, stopped at any place by then, may hold: the process would never end."""
+    from grpc import _channel
+
+    atexit.register(setattr, _channel._Rendezvous, "__del__", lambda call: None)
 
 
 class Connection:
@@ -74,6 +85,7 @@ class Connection:
         if self._channel is None:
             import grpc
 
+            _leave_calls_at_exit()
             options = channel_options(self._settings)
             if self._settings.tls is None:
                 self._channel = grpc.insecure_channel(self._settings.address, options)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -579,3 +581,23 @@ def _serve_until(ready: multiprocessing.Queue[str], done: threading.Event) -> No
     with serve(Script()) as address:
         ready.put(address)
         done.wait()
+
+
+def test_a_program_ends_whatever_grpc_was_doing(address: str) -> None:
+    """A thread of gRPC that is stopped at Python's end may hold the lock of a call."""
+    program = """
+import sys, threading
+import saccade
+
+client = saccade.Client(sys.argv[1])
+exchange = client._exchange()
+client._generate(saccade.v1.inference_pb2.GenerateRequest(), 20, exchange)
+thread = threading.Thread(target=exchange._call._call._state.condition.acquire)
+thread.start()
+thread.join()
+"""
+    checkout = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", program, address], cwd=checkout, capture_output=True, text=True, timeout=20
+    )
+    assert (done.returncode, done.stderr) == (0, "")
