@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from families import CheckpointError
 from service.common.config import EngineOptions
-from service.model.adapter import AdapterConfig
+from service.model.adapter_config import AdapterConfig
 from service.model.cache import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from encoder.item import EncoderItem
-from service.encoding.entries import EncoderUnavailable, Lease, Work
-from service.encoding.handoff import MAX_ATTEMPTS, Handoff
+from service.encoding.entries import MAX_ATTEMPTS, EncoderUnavailable, Lease, Work
+from service.encoding.handoff import Handoff
 
 HIDDEN = 4
 ROW = HIDDEN * 4
