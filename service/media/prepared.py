@@ -98,21 +98,31 @@ class PreparedItem:
     def opened(self, descriptor: int) -> PreparedItem:
         """The same item with patches that are views of the mapped file; the mapping lives as long as the patches. Takes
         ownership of the descriptor."""
-        import torch  # here, because processes that only pass files on do not need torch
-
         assert isinstance(self.layout, ItemDescription) and self.file is None
         try:
-            # A private mapping: torch needs a writable buffer, and writes to it do not reach the file.
-            memory = mmap.mmap(descriptor, self.layout.nbytes, access=mmap.ACCESS_COPY)
+            patches = _mapped(descriptor, self.layout)
         finally:
             os.close(descriptor)
-        patches: torch.Tensor = torch.frombuffer(memory, dtype=getattr(torch, self.layout.dtype))
         return replace(self, layout=self.layout.with_patches(patches.view(self.layout.shape)))
+
+
+def _mapped(descriptor: int, layout: ItemDescription) -> torch.Tensor:
+    """The patches in a private mapping of the file: torch needs writable memory, and writes to it do not reach the
+    file. It keeps no descriptor: all images of an engine's requests are mapped, and a process may be limited to 1,024
+    descriptors."""
+    import torch  # here, because processes that only pass files on do not need torch
+
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    path = f"/proc/self/fd/{descriptor}"
+    if os.path.exists(path):
+        return torch.from_file(path, shared=False, size=layout.nbytes // dtype.itemsize, dtype=dtype)
+    # /proc is not mounted. Python's mapping keeps a copy of the descriptor.
+    return torch.frombuffer(mmap.mmap(descriptor, layout.nbytes, access=mmap.ACCESS_COPY), dtype=dtype)
 
 
 def _seal(item: EncoderItem) -> MemoryFile:
     """Copies the patches to a sealed file. Raises OSError if there is no memory."""
-    import torch  # here for the same reason as in `PreparedItem.opened`
+    import torch  # here for the same reason as in `_mapped`
 
     data = item.patches.contiguous().view(-1).view(torch.uint8).numpy().data
     descriptor = os.memfd_create("saccade-patches", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

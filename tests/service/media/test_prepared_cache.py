@@ -79,3 +79,14 @@ def test_a_process_without_descriptors_only_loses_the_cache() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert found is None and cache.stats()["cache_items"] == 1 and cache.get(b"a") is not None
+
+
+def test_an_opened_image_keeps_no_descriptor_and_is_private() -> None:
+    """The images of all requests of an engine are open at the same time."""
+    sealed = item(8, sealed=True)
+    assert sealed.file is not None
+    before = descriptors()
+    opened = [PreparedItem(sealed.layout).opened(sealed.file.copy().take()).encoder_item for _ in range(3)]
+    assert descriptors() == before
+    opened[0].patches[:] = 9
+    assert torch.equal(opened[1].patches, opened[2].patches) and not torch.equal(opened[0].patches, opened[1].patches)
