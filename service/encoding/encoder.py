@@ -170,7 +170,7 @@ class LocalEncoder:
             return False
         try:
             self._batch = work, self.runner.begin([w.image for w in work], [w.space() for w in work])
-        except ValueError as error:
+        except Exception as error:  # an invalid image, or no memory for the rows of a clip before pruning
             self._encode_alone(work, error)
         return True
 

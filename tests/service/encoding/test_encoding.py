@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from pretend_gpu import pretended, recorded
 from tiny_encoder import random_image, relative_error, tiny_tower
 
-from encoder.item import EncoderItem
+from encoder.item import VIDEO, EncoderItem
 from encoder.runner import EncoderOptions, EncoderRunner
 from service.encoding.encoder import LocalEncoder
 from service.encoding.entries import EncodingFailed
@@ -60,6 +61,31 @@ def test_a_corrupt_image_among_seven_good_ones_fails_alone(
         assert relative_error(lease.rows(), alone(image)) <= 1e-5
         lease.release()
     encoder.check_integrity()
+    encoder.close()
+
+
+def test_a_clip_without_memory_for_its_rows_before_pruning_fails_alone(
+    handoff: Handoff, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, unpruned = torch.empty, 3 * 2
+
+    def empty(*sizes: int, **options: Any) -> torch.Tensor:
+        if sizes == (unpruned, WIDTH):
+            raise RuntimeError("can't allocate memory")
+        return real(*sizes, **options)
+
+    encoder = LocalEncoder(runner(), handoff)
+    patches = torch.zeros(3 * 8, TINY.config.patch_widths[VIDEO])
+    clip = EncoderItem((2, 4), patches, kind=VIDEO, num_sequences=3, num_frames=5, pruning_rate=0.5)
+    image = random_image(TINY.config, 2, 4)
+    leases = [handoff.lease(b"clip", clip, "r"), handoff.lease(b"image", image, "r")]
+    monkeypatch.setattr(torch, "empty", empty)
+    while encoder.run_time_slice():
+        pass
+    assert type(leases[0].error) is EncodingFailed and "can't allocate memory" in str(leases[0].error)
+    assert relative_error(leases[1].rows(), alone(image)) <= 1e-5
+    for lease in leases:
+        lease.release()
     encoder.close()
 
 
