@@ -209,7 +209,9 @@ def _check(reply: dict[str, Any]) -> None:
     """Raises the error that a reply describes, if it describes one."""
     if "error" not in reply:
         return
-    words, too_large = str(reply["error"])[:400], reply.get("too_large") is True
+    # Halves of surrogate pairs, which JSON may contain, could not be sent to the client.
+    words = str(reply["error"])[:400].encode(errors="replace").decode()
+    too_large = reply.get("too_large") is True
     match reply.get("kind"):
         case "video":
             raise VideoError(words, too_large=too_large)

@@ -205,7 +205,7 @@ class Worker:
             raise Lost("time") from None
         except OSError:
             raise Lost("died") from None
-        except ValueError:
+        except (ValueError, RecursionError):  # no JSON, or nested too deeply
             raise Lost("nonsense") from None
 
     def _length(self, deadline: float) -> bytes:

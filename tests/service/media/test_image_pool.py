@@ -248,6 +248,7 @@ def test_what_a_worker_says_is_believed_where_all_of_it_fits() -> None:
         pytest.param(b'{"item": 4', memory_file, id="half-json"),
         pytest.param(b"[1, 2]", memory_file, id="a-list"),
         pytest.param(b"x" * 100_000, memory_file, id="long"),
+        pytest.param(b"[" * 60_000, memory_file, id="deep"),
     ],
 )
 def test_what_a_worker_says_is_not_believed(said: bytes, file: Callable[[], int | None]) -> None:
@@ -255,6 +256,14 @@ def test_what_a_worker_says_is_not_believed(said: bytes, file: Callable[[], int 
     with lying(pool, said, file()), pytest.raises(ImageError, match="the decoder returned an invalid result"):
         image(pool, b"an image")
     assert pool.stats()["workers_lost_nonsense"] == 1
+    pool.close()
+
+
+def test_what_a_worker_says_of_an_error_can_be_sent() -> None:
+    pool = make_pool(seconds=30)
+    with lying(pool, rb'{"error": "\ud800 is half a character"}', None), pytest.raises(ImageError) as error:
+        image(pool, b"an image")
+    assert error.value.reason.encode() == b"? is half a character"
     pool.close()
 
 
