@@ -335,6 +335,9 @@ class _AvFile:
             self._file.close()
             raise VideoError("the file holds no video stream")
         stream = self._file.streams.video[0]
+        if stream.codec_context is None:
+            self._file.close()
+            raise VideoError("the codec of the video stream is not known: no decoder for it is installed")
         stream.codec_context.thread_count = 1
         return self._file, stream
 

@@ -495,3 +495,11 @@ def test_a_broken_header_is_described_without_ffmpegs_number() -> None:
     with pytest.raises(VideoError) as refused:
         open_video(b"\0\0\0\x18ftypmp42" + b"x" * 50)
     assert "Invalid data found" in str(refused.value) and "Errno" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("container", "name"), [("mp4", b"avc1"), ("matroska", b"V_MPEG4/ISO/AVC")])
+def test_a_film_with_an_unknown_codec_is_refused(container: str, name: bytes) -> None:
+    data = film(container, "libx264")
+    assert name in data
+    with pytest.raises(VideoError, match="codec of the video stream is not known"):
+        open_video(data.replace(name, name[:-4] + b"zzzz"))
