@@ -32,7 +32,7 @@ from encoder.images import (
     upright,
     words,
 )
-from encoder.media_limits import ImageError, ImageHeader, VideoError, VideoLimits, video_formats
+from encoder.media_limits import ImageError, ImageHeader, VideoError, VideoLimits, known_rate, video_formats
 
 if TYPE_CHECKING:
     import torch
@@ -220,7 +220,7 @@ class _AvClip(Clip):
             limits.check(packets, self.width, self.height)
             if not self._count:
                 raise VideoError("the video has no frame in the time that is shown")
-            self._fps = self._mean_rate(stream)
+            self._fps = known_rate(self._mean_rate(stream))
 
     @property
     def num_frames(self) -> int:

@@ -6,6 +6,7 @@ Separate from the code that decodes, because frontend processes need this withou
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 
@@ -13,6 +14,13 @@ RGB = 3
 """Channels of decoded pixels."""
 MAX_ASPECT = 200.0
 """Longer side over shorter side of the flattest image or frame that is accepted."""
+SLOWEST_RATE = 1e-9
+"""Frames per second: a frame every 30 years."""
+
+
+def known_rate(fps: float | None) -> float | None:
+    """The frame rate that a file states or its timestamps give; None for one that no video has."""
+    return fps if fps is not None and SLOWEST_RATE < fps < math.inf else None
 
 
 def _reads_avif() -> bool:

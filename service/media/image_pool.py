@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import logging
-import math
 import pickle
 import queue
 import threading
@@ -21,7 +20,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from encoder.item import IMAGE, VIDEO, Grid, ItemDescription
-from encoder.media_limits import ImageError, ImageHeader, VideoError
+from encoder.media_limits import ImageError, ImageHeader, VideoError, known_rate
 from encoder.stopwatch import Stopwatch
 from encoder.tower import patch_order
 from families import CutsSlices, VisionSpec
@@ -98,7 +97,7 @@ class ImagePool:
             reply = worker.ask({"op": "video", "frames": frames}, data, self._video_seconds)
             item = self._item(worker, reply, VIDEO, watch)
             total, fps = _number(reply, "total"), reply.get("fps")
-            fps = fps if isinstance(fps, float) and 1e-9 < fps < math.inf else None
+            fps = known_rate(fps if isinstance(fps, float) else None)
             assert self._vision is not None
             wanted = video_rule(self._vision).sample_file(total, frames, lambda: fps)
             if item.layout.num_frames != len(wanted):

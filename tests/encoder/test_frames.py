@@ -269,11 +269,14 @@ def recording(moments: list[int], *, rate_stated: bool = False) -> bytes:
         stream = file.add_stream("libvpx", rate=Fraction(30), options={"deadline": "realtime", "lag-in-frames": "0"})
         stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
         stream.codec_context.time_base = Fraction(1, 1000)
-        for moment in moments:
+        packets = []
+        for index in range(len(moments)):
             frame = av.VideoFrame.from_ndarray(np.zeros((32, 48, 3), np.uint8), format="rgb24")
-            frame.pts, frame.time_base = moment, Fraction(1, 1000)
-            file.mux(stream.encode(frame))
-        file.mux(stream.encode(None))
+            frame.pts, frame.time_base = index, Fraction(1, 1000)
+            packets += stream.encode(frame)
+        for packet, moment in zip([*packets, *stream.encode(None)], moments, strict=True):
+            packet.pts = packet.dts = moment
+            file.mux(packet)
     default_duration, void = b"\x23\xe3\x83\x84", b"\xec\x86\0\0"
     data = buffer.getvalue()
     assert data.count(default_duration) == 1
@@ -285,6 +288,7 @@ def test_the_rate_of_a_recording_is_that_of_its_timestamps() -> None:
     assert open_video(recording(moments)).fps == pytest.approx(60 / 3)
     assert open_video(recording([0, 2000])).fps == pytest.approx(0.5)
     assert open_video(recording([0])).fps is None
+    assert open_video(recording([0, 4 * 10**15])).fps is None, "a frame in 126,000 years is no rate"
     slower = [*range(0, 2000, 33), *range(3000, 30000, 1000)]
     for rate_stated in (True, False):  # without a stated rate, FFmpeg takes that of the first frames
         clip = open_video(recording(slower, rate_stated=rate_stated))
