@@ -7,12 +7,13 @@ waking a thread takes longer than sending it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import select
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler, recvfds, sendfds
 from typing import Any
@@ -27,16 +28,26 @@ LIGHT = 4096
 def send(connection: Connection, message: Any, descriptors: Sequence[int] = ()) -> None:
     """Sends one message and the descriptors that belong to it. The caller must hold the connection's send lock."""
     connection.send(message)
-    if descriptors:
-        with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            for descriptor in descriptors:
-                sendfds(sock, [descriptor])
+    with _as_socket(connection) as sock:
+        for descriptor in descriptors:
+            sendfds(sock, [descriptor])
+
+
+@contextlib.contextmanager
+def _as_socket(connection: Connection) -> Iterator[socket.socket]:
+    """The connection as a socket without a descriptor of its own: if this process may have no more, the other side
+    would wait for the descriptors of a message that has been sent, and take the next message for them."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=connection.fileno())
+    try:
+        yield sock
+    finally:
+        sock.detach()
 
 
 def receive_descriptor(connection: Connection) -> int:
     """Receives the next descriptor that belongs to the message just received. Raises OSError or RuntimeError if this
     process may have no more descriptors."""
-    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+    with _as_socket(connection) as sock:
         return int(recvfds(sock, 1)[0])
 
 

@@ -8,6 +8,8 @@ import os
 import resource
 import signal
 
+DESCRIPTORS = 1 << 16
+"""Enough for the connections of all clients and the images of all requests."""
 START_BYTES = 8 << 30
 """Memory that the process is assumed to have mapped if it cannot be measured."""
 LARGEST = 2**63 - 1
@@ -28,6 +30,15 @@ def confine(memory_bytes: int) -> None:
     with contextlib.suppress(OSError):  # where /proc is not mounted
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # the kernel kills this process first if the machine runs out of memory
+
+
+def allow_descriptors() -> None:
+    """Raises this process's soft limit on descriptors, and that of processes that it starts, to `DESCRIPTORS` or as far
+    as it may: the usual 1,024 are meant for programs that call `select`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _at_most(DESCRIPTORS, resource.RLIMIT_NOFILE)
+    if 0 <= soft < wanted:  # -1: there is no limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def allow_seconds(seconds: float) -> None:

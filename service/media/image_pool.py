@@ -175,10 +175,14 @@ class ImagePool:
 
     def _item(self, worker: Worker, reply: dict[str, Any], kind: str, watch: Stopwatch) -> PreparedItem:
         """The item that a worker has made, after checks that its description is possible for the model and that its
-        file matches the description. Raises Lost."""
+        file matches the description. Raises Lost and Unavailable."""
         _check(reply)
         assert self._vision is not None
-        file, found = worker.take_file(), _description(reply.get("item"))
+        try:
+            file = worker.take_file()
+        except OSError as error:
+            raise _no_memory(error.strerror or "no descriptor") from error
+        found = _description(reply.get("item"))
         pruning = video_rule(self._vision).pruning_rate if kind == VIDEO else 0.0
         told = (found.kind, found.width, found.merge_size, found.pruning_rate, found.order)
         vision = self._vision
@@ -217,10 +221,14 @@ def _check(reply: dict[str, Any]) -> None:
         case "value":
             raise ValueError(words)
         case "memory":
-            raise errors.Unavailable(
-                f"no shared memory for the request's images: {words}", reason="SHARED_MEMORY_FULL", retry_after=1.0
-            )
+            raise _no_memory(words)
     raise ImageError(words, too_large=too_large)
+
+
+def _no_memory(words: str) -> errors.Unavailable:
+    return errors.Unavailable(
+        f"no shared memory for the request's images: {words}", reason="SHARED_MEMORY_FULL", retry_after=1.0
+    )
 
 
 def _description(value: Any) -> ItemDescription:

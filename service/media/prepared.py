@@ -113,11 +113,11 @@ def _mapped(descriptor: int, layout: ItemDescription) -> torch.Tensor:
     import torch  # here, because processes that only pass files on do not need torch
 
     dtype: torch.dtype = getattr(torch, layout.dtype)
-    path = f"/proc/self/fd/{descriptor}"
-    if os.path.exists(path):
+    try:
+        path = f"/proc/self/fd/{descriptor}"
         return torch.from_file(path, shared=False, size=layout.nbytes // dtype.itemsize, dtype=dtype)
-    # /proc is not mounted. Python's mapping keeps a copy of the descriptor.
-    return torch.frombuffer(mmap.mmap(descriptor, layout.nbytes, access=mmap.ACCESS_COPY), dtype=dtype)
+    except RuntimeError:  # for example, /proc is not mounted; Python's mapping keeps a copy of the descriptor
+        return torch.frombuffer(mmap.mmap(descriptor, layout.nbytes, access=mmap.ACCESS_COPY), dtype=dtype)
 
 
 def _seal(item: EncoderItem) -> MemoryFile:

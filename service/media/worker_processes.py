@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -122,6 +123,8 @@ class Worker:
         self.pid: int | None = None
         """None until the worker has sent it."""
         self._file: MemoryFile | None = None
+        self._dropped = False
+        """Whether the last reply came with a file for which this process could have no descriptor."""
 
     def start(self) -> None:
         """Forks the process, unless there is one, without waiting until it is ready. Raises NotStarted."""
@@ -131,7 +134,10 @@ class Worker:
             if self._connection is not None and not _closed(self._connection):
                 return
             self.stop()
-            self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            except OSError as error:  # too many open files
+                raise NotStarted(error.strerror or str(error)) from error
             with theirs:
                 try:
                     self._fork_server.fork(theirs)
@@ -163,8 +169,11 @@ class Worker:
         return connection
 
     def take_file(self) -> MemoryFile:
-        """The memory file that came with the last reply. Raises Lost."""
+        """The memory file that came with the last reply. Raises Lost, and OSError if this process could have no
+        descriptor for it."""
         file, self._file = self._file, None
+        if self._dropped:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if file is None:
             raise Lost("nonsense")
         return file
@@ -212,8 +221,9 @@ class Worker:
         """Receives the bytes of a length, and the descriptor that may be attached to them."""
         connection = self._open()
         connection.settimeout(max(deadline - time.monotonic(), 0.001))
-        data, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors, flags, _ = socket.recv_fds(connection, LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)
         self._file = MemoryFile(descriptors[0]) if descriptors else None
+        self._dropped = not descriptors and bool(flags & socket.MSG_CTRUNC)
         if not data:
             raise Lost("died")
         return data + self._exactly(LENGTH.size - len(data), deadline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kernels.host_memory import release_program_pages
 from service.common.config import ServerOptions
 from service.common.helper_process import log_to_stderr, torch_imports
+from service.common.process_limits import allow_descriptors
 from service.engine.engine_client import Loading, SupervisedEngine
 from service.media.image_pool import ImagePool
 from service.model.assets import ModelAssets
@@ -66,6 +67,7 @@ async def serve(options: ServerOptions) -> int:
 def run(options: ServerOptions) -> int:
     """Runs `saccade serve`: sets up logging, checks the options, runs the server. Returns the exit code."""
     log_to_stderr(options.log_level)
+    allow_descriptors()
     check_options(options)
     release_program_pages()
     options = fetched(options)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -20,6 +21,7 @@ from typing import Any
 
 import grpc
 import pytest
+from descriptors import limited_descriptors
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from images import png
 from raw_http2 import RawClient
@@ -301,7 +303,11 @@ def test_connections_have_an_age_and_running_calls_outlive_it(text_model: Path) 
 
 
 def test_a_second_sigterm_stops_now_and_further_signals_do_not_change_the_exit_code(text_model: Path) -> None:
-    with ServerProcess([str(text_model), *PLAIN, "--no-warmup", "--max-len", "100000", "--grace", "300"]) as server:
+    with limited_descriptors(400):
+        server = ServerProcess([str(text_model), *PLAIN, "--no-warmup", "--max-len", "100000", "--grace", "300"])
+    with server:
+        soft, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+        assert soft > 400 or hard == 400, "a server allows itself more descriptors"
 
         def send_signals() -> None:
             while server._process.poll() is None:

@@ -8,6 +8,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 import pytest
+from descriptors import NO_MORE, limited_descriptors
 
 from service.common.channel import Outbox, receive_descriptor, receive_descriptors, send
 
@@ -57,6 +58,21 @@ def test_all_descriptors_of_a_message_arrive_or_none_stays_open() -> None:
         receive_descriptors(theirs, 2)
     assert os.read(near, 1) == b"", "nobody holds the other end"
     os.close(near)
+
+
+def test_descriptors_are_sent_without_a_further_one() -> None:
+    """Otherwise a message would have been sent without the descriptors that belong to it."""
+    ours, theirs = Pipe()
+    near, far = os.pipe()
+    with limited_descriptors(NO_MORE):
+        send(ours, "with one", (far,))
+    assert theirs.recv() == "with one"
+    for descriptor in (far, receive_descriptor(theirs)):
+        os.close(descriptor)
+    assert os.read(near, 1) == b""
+    os.close(near)
+    send(ours, "last")
+    assert theirs.recv() == "last", "both connections are still open"
 
 
 def threads() -> set[threading.Thread]:

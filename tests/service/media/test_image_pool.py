@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from clips import animation, moving_frames
+from descriptors import NO_MORE, limited_descriptors
 from images import png
 from PIL import Image
 from waiting import ended
@@ -400,6 +401,21 @@ def test_a_worker_without_a_model_has_no_torch_and_ends_with_its_server() -> Non
     assert server._process.wait(timeout=60) == 0
     ended(worker.pid)
     pool.close()
+
+
+def test_an_image_is_not_blamed_for_a_process_without_descriptors(spare: ImagePool) -> None:
+    """Neither for its patches nor for another worker."""
+    assert image(spare, png(1)).tokens
+    worker, before = spare.workers[0], spare.stats()
+    pid = worker.pid
+    with limited_descriptors(NO_MORE), pytest.raises(errors.Unavailable, match="Too many open files") as refused:
+        spare.image(png(1), Stopwatch())
+    assert refused.value.reason == "SHARED_MEMORY_FULL"
+    assert image(spare, png(1)).tokens and worker.pid == pid and spare.stats() == before, "the same worker goes on"
+    worker.stop()
+    with limited_descriptors(NO_MORE), pytest.raises(errors.Unavailable, match="Too many open files") as refused:
+        spare.image(png(1), Stopwatch())
+    assert refused.value.reason == "NO_IMAGE_WORKER" and image(spare, png(1)).tokens
 
 
 def test_workers_are_forked_and_end_with_what_they_are_forked_from(spare: ImagePool) -> None:

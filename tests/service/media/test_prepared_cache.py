@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import resource
 
 import torch
+from descriptors import NO_MORE, limited_descriptors
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,13 +71,9 @@ def test_the_most_recent_items_stay_within_both_bounds(
 def test_a_process_without_descriptors_only_loses_the_cache() -> None:
     cache, first = PreparedCache(100), item(2, sealed=True)
     cache.put(b"a", first)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-    try:
+    with limited_descriptors(NO_MORE):
         found = cache.get(b"a")
         cache.put(b"b", first)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert found is None and cache.stats()["cache_items"] == 1 and cache.get(b"a") is not None
 
 
