@@ -51,6 +51,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         self, requests: AsyncIterator[encoder_pb2.AttachRequest], context: Any
     ) -> AsyncIterator[encoder_pb2.AttachResponse]:
         self._check_room()
+        peer = context.peer()  # now: gRPC reads freed memory if it is asked after the end of the call
         hello = await anext(aiter(requests), None)
         if hello is None or hello.WhichOneof("message") != "hello":
             raise errors.InvalidArgument("the first message must be hello", field="hello")
@@ -62,14 +63,14 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             )
         )  # fmt: skip
         try:
-            self._partner.check(partner_from_proto(hello.hello), f"the decoder at {context.peer()}")
+            self._partner.check(partner_from_proto(hello.hello), f"the decoder at {peer}")
         except PartnerRefused as error:
             raise errors.FailedPrecondition(str(error), reason="PARTNER_REFUSED") from None
         self._check_room()  # another session may have started, or the server may be stopping, since
         session = _Session(self._handoff, self._window_bytes)
         self.sessions.add(session)
         self.idle.clear()
-        log.info("a decoder at %s is attached", context.peer())
+        log.info("a decoder at %s is attached", peer)
         reader = asyncio.create_task(session.read(requests))
         try:
             async for response in session.responses(reader):
@@ -80,7 +81,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             self.sessions.discard(session)
             if not self.sessions:
                 self.idle.set()
-            log.info("the decoder at %s has disconnected", context.peer())
+            log.info("the decoder at %s has disconnected", peer)
 
     def _check_room(self) -> None:
         """Raises Unavailable if no further decoder is accepted."""

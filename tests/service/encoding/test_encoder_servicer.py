@@ -20,18 +20,39 @@ PARTNER = Partner(PROTOCOL, "tiny", "revision", "digest", "patches", "float32", 
 
 
 class Peer:
+    def __init__(self) -> None:
+        self.gone = False
+
     def peer(self) -> str:
+        assert not self.gone, "gRPC's own context would crash"
         return "ipv4:127.0.0.1:1"
 
 
-def attach(servicer: EncoderServicer, *messages: encoder_pb2.AttachRequest) -> Any:
+def attach(servicer: EncoderServicer, *messages: encoder_pb2.AttachRequest, peer: Peer | None = None) -> Any:
     async def requests() -> AsyncIterator[encoder_pb2.AttachRequest]:
         yield encoder_pb2.AttachRequest(hello=partner_to_proto(PARTNER))
         for message in messages:
             yield message
         await asyncio.Event().wait()
 
-    return servicer.Attach(requests(), Peer())
+    return servicer.Attach(requests(), peer or Peer())
+
+
+def test_a_call_that_has_ended_is_not_asked_for_its_peer() -> None:
+    async def body() -> None:
+        handoff, peer = Handoff(1000, 8, torch.float32), Peer()
+        servicer = EncoderServicer(handoff, PARTNER, window_bytes=1000, max_sessions=1)
+        session = attach(servicer, peer=peer)
+        await anext(session)
+        attached = asyncio.ensure_future(anext(session))
+        while not servicer.sessions:
+            await asyncio.sleep(0)
+        peer.gone = True
+        attached.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await attached
+
+    asyncio.run(body())
 
 
 @pytest.mark.parametrize(("then", "reason"), [("attach", "QUEUE_FULL"), ("drain", "DRAINING")])
