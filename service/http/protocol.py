@@ -14,6 +14,7 @@ import socket
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -75,9 +76,36 @@ class LimitedProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_timer is None:
                 self._await_head()
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._head_bytes is not None:
             self._check_head(self._head_bytes)
+
+    def _parse(self, data: bytes) -> None:
+        """Like uvicorn's `data_received`, but a request for another protocol is answered as any other request (RFC
+        9110, 7.8). Java's client, for example, asks for HTTP/2 in each first request of a connection. The parser takes
+        what follows such a head for the other protocol, so another parser reads the head without `upgrade`, and the
+        rest."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            head = self._head_without_upgrade()
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+            self._parse(head + data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            log.warning("Invalid HTTP request received.")
+            self.send_400_response("")
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+    def _is_parsed_again(self) -> bool:
+        """Whether the parser is at a request that `_parse` gives to another one."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -88,6 +116,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value.rstrip(b" \t"))
 
     def on_headers_complete(self) -> None:
+        if self._is_parsed_again():
+            return
         self._head_bytes = None
         self._head_arrived()
         # Not checked by `data_received` if it arrived at once.
@@ -97,6 +127,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self._is_parsed_again():
+            return
         self._head_bytes = 0
         super().on_message_complete()
 

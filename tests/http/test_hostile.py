@@ -183,6 +183,33 @@ def test_white_space_around_a_header_s_value_is_no_part_of_it(http: RunningHttp)
     assert answer.startswith(b"HTTP/1.1 200") and b"\r\nx-request-id: mine\r\n" in answer
 
 
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_request_for_another_protocol_is_answered_as_any_other(
+    http: RunningHttp, protocol: str, chunked: bool
+) -> None:
+    """Java's client asks for HTTP/2 in this way, unless it is told not to."""
+    head, body = request_of(ASK).split(b"\r\n\r\n")
+    asking = head + b"\r\nconnection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAEA\r\nUpgrade: " + protocol.encode()
+    if chunked:
+        length = b"content-length: %d" % len(body)
+        asking = asking.replace(length, b"transfer-encoding: chunked")
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    whole = asking + b"\r\n\r\n" + body
+    plain = request_of(ASK).replace(b"host:", b"connection: close\r\nhost:", 1)
+    with socket.create_connection(("127.0.0.1", http.port), timeout=30) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for pieces in ([whole], [whole[: len(asking) + 9], whole[len(asking) + 9 :]], [whole[:50], whole[50:]]):
+            for piece in pieces:
+                connection.sendall(piece)
+            answer = HTTPResponse(connection)
+            answer.begin()
+            assert answer.status == 200 and json.loads(answer.read())["usage"]["completion_tokens"] == 4
+        connection.sendall(whole + plain)  # the second request follows at once
+        answers = b"".join(iter(lambda: connection.recv(2**16), b""))
+    assert answers.count(b"HTTP/1.1 200") == 2
+
+
 def test_there_is_no_cors_unless_it_is_asked_for(http: RunningHttp, server: RunningServer) -> None:
     origin = {"origin": "https://elsewhere.example"}
     assert "access-control-allow-origin" not in post(http, ASK, headers=origin).headers
