@@ -243,7 +243,11 @@ class BatchJob:
             raise result
         if isinstance(result, errors.PermissionDenied) and result.reason in _KEY_REFUSED:
             raise result
-        self._unreachable = self._unreachable + 1 if isinstance(result, errors.Unavailable | errors.Overloaded) else 0
+        # With a reason and without a retry, it is a server's answer to this row: the host of its image is gone.
+        unreachable = isinstance(result, errors.Unavailable | errors.Overloaded) and (
+            result.retryable or not result.reason
+        )
+        self._unreachable = self._unreachable + 1 if unreachable else 0
         if isinstance(result, SaccadeError) and self._unreachable > self.options.concurrency:
             raise Unavailable(
                 f"the last {self._unreachable} rows could not be sent to any server: {result.message}",

@@ -306,6 +306,23 @@ def test_a_server_that_is_gone_stops_the_job(run: Run, script: Script, tmp_path:
     assert answers(output) == expected(100)
 
 
+def test_rows_whose_image_s_host_is_gone_do_not_stop_the_job(run: Run, script: Script, tmp_path: Path) -> None:
+    """The server answers, and would answer the same whenever the job is run again."""
+
+    def answer(request: Any) -> list[str]:
+        if request.chat.messages[0].parts[0].image.uri.startswith("https://gone"):
+            raise Failure(Code.UNAVAILABLE, "connection refused", reason="MEDIA_FETCH_FAILED", pushback="-1")
+        return echo(request)
+
+    script.answer = answer
+    names = ["https://gone/a.png"] * 20 + ["https://here/b.png"] * 5
+    source, output = image_rows(tmp_path / "in.jsonl", names), tmp_path / "out.jsonl"
+    for _ in range(2):
+        summary = run(source, output, concurrency=3)
+        assert (summary.completed, summary.failed) == (5, 20)
+        assert codes(output) == ["MEDIA_FETCH_FAILED"] * 20 + [None] * 5
+
+
 def test_a_key_that_is_refused_stops_the_job_at_once(run: Run, script: Script, tmp_path: Path) -> None:
     script.answer = lambda request: (_ for _ in ()).throw(Failure(Code.PERMISSION_DENIED, "no"))
     with pytest.raises(errors.PermissionDenied):
