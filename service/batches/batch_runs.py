@@ -26,7 +26,10 @@ from service.common.limits import ByteBudget
 from service.media.media import Spool, tenant_folder
 from service.telemetry.call_context import CallInfo, set_current_call
 
-_MEDIA = re.compile(rb'"media:([0-9a-f]{64})"')
+_MEDIA = re.compile(rb'"(?:media:)?([0-9a-f]{64})"', re.IGNORECASE)
+"""An uploaded file's id in a row: in a URL, or as the value of `media_id`."""
+_MEDIA_BYTES = 72
+"""The longest match of `_MEDIA`."""
 METHOD = "/saccade.v1.BatchService/Row"
 """The method name of a row's call in metrics and logs."""
 
@@ -48,10 +51,13 @@ class Uploaded(ImageFolder):
                 raise InvalidArgument(f"{where}: {error}", reason=error.reason) from None
 
     def keep(self, source: Path) -> None:
-        """Renews the expiry of the media that an input names, as far as they are there. Reads the whole file."""
+        """Renews the expiry of the media that an input names, as far as they are there. Reads the whole file, of which
+        nothing has been checked: a line may be as long as the file."""
         with open(source, "rb") as file:
-            for line in file:
-                for media_id in set(_MEDIA.findall(line)):
+            text = b""
+            while block := file.read(2**20):
+                text = text[-_MEDIA_BYTES:] + block
+                for media_id in set(_MEDIA.findall(text)):
                     with contextlib.suppress(errors.NotFound):
                         self._spool.renew(self._tenant, media_id.decode())
 
