@@ -37,7 +37,7 @@ class ChunkEvents(Events):
         if self.ids_asked:
             self.prompt_ids = f',"prompt_token_ids":{compact(list(started.prompt_token_ids))}'
         self._head = (
-            f'data: {{"id":"{self._id}","object":"{self._kind}",'
+            f'data: {{"id":{quoted(self._id)},"object":"{self._kind}",'
             f'"created":{int(time.time())},"model":{quoted(started.model)},'
             f'"system_fingerprint":{quoted(started.model_version)},"choices":['
         )

@@ -183,6 +183,17 @@ def test_white_space_around_a_header_s_value_is_no_part_of_it(http: RunningHttp)
     assert answer.startswith(b"HTTP/1.1 200") and b"\r\nx-request-id: mine\r\n" in answer
 
 
+@pytest.mark.parametrize(("path", "document"), [("/v1/chat/completions", ASK), ("/v1/completions", {"prompt": "a"})])
+def test_a_request_id_may_have_any_printable_character(http: RunningHttp, path: str, document: Any) -> None:
+    """Quotation marks and backslashes too, which JSON escapes."""
+    request_id = 'a"b\\c{}<>'
+    answer = post(http, {**document, "stream": True}, path, headers={"x-request-id": request_id})
+    chunks = [
+        json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n") if "[DONE]" not in line and line
+    ]
+    assert {chunk["id"].partition("-")[2] for chunk in chunks} == {request_id}
+
+
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_request_for_another_protocol_is_answered_as_any_other(
