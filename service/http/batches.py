@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from pydantic import Field
 
@@ -51,15 +52,19 @@ async def create(call: HttpCall) -> None:
     except FileNotFoundError:
         raise NotFound(f"there is no file {stored.file_id!r}", reason="FILE_NOT_FOUND") from None
 
-    def parts() -> Iterator[batch_pb2.CreateBatchRequest]:
-        yield batch_pb2.CreateBatchRequest(header=header)
-        file.seek(0)
-        while chunk := file.read(CHUNK):
-            yield batch_pb2.CreateBatchRequest(chunk=chunk)
-
     with file:
-        made = await call.caller().call("batch", "CreateBatch", parts)
+        made = await call.caller().call("batch", "CreateBatch", lambda: parts(header, file))
     await call.respond(_object(batch_from(made.batch)))
+
+
+def parts(header: batch_pb2.BatchHeader, file: IO[bytes]) -> Iterator[batch_pb2.CreateBatchRequest]:
+    """The messages of one attempt. They do not use the open file's position: a thread may still be reading for an
+    attempt that has failed when the next one begins."""
+    yield batch_pb2.CreateBatchRequest(header=header)
+    offset = 0
+    while chunk := os.pread(file.fileno(), CHUNK, offset):
+        yield batch_pb2.CreateBatchRequest(chunk=chunk)
+        offset += len(chunk)
 
 
 async def get(call: HttpCall) -> None:

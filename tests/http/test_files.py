@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -20,8 +21,10 @@ from running_http import RunningHttp
 from waiting import until
 
 from saccade.errors import NotFound, RateLimited
+from saccade.v1 import batch_pb2
 from service.common.config import ConfigError
 from service.http import app
+from service.http.batches import CHUNK, parts
 from service.http.file_store import FileStore, StoredFile, owner_of, stored_file
 
 BODY = {"messages": [{"role": "user", "content": "what is it?"}], "max_tokens": 3, "temperature": 0}
@@ -181,6 +184,17 @@ def test_a_batch_of_a_file_that_is_deleted_meanwhile(http: RunningHttp) -> None:
             client.batches.create(input_file_id=gone.id, **ask)
         assert caught.value.code == "FILE_NOT_FOUND"
         client.files.delete(gone.id)
+
+
+def test_attempts_to_send_a_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """A thread may still read the file for an attempt that has failed while the next server gets it."""
+    (tmp_path / "in.jsonl").write_bytes(data := random.Random(1).randbytes(3 * CHUNK + 5))
+    header = batch_pb2.BatchHeader(size_bytes=len(data))
+    with open(tmp_path / "in.jsonl", "rb") as file:
+        failed, following = parts(header, file), parts(header, file)
+        next(failed), next(following)
+        pairs = [(first.chunk, second.chunk) for first, second in zip(failed, following, strict=True)]
+    assert [b"".join(chunks) for chunks in zip(*pairs, strict=True)] == [data, data]
 
 
 def test_an_error_file_is_not_deleted_with_the_answers(http: RunningHttp) -> None:
