@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib.metadata
+import io
 import json
 import os
 import sys
@@ -51,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     run: Callable[[argparse.Namespace], int] = options.run
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the encoding of a terminal may lack characters of an answer
+        sys.stdout.reconfigure(errors="replace")
     try:
         return run(options)
     except SaccadeError as error:
@@ -59,12 +63,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             hint = "`saccade serve` starts one, --server selects another"
             print(f"is a server running at {server}? {hint}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        # The reader of stdout has closed the pipe. This avoids a second error when Python flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of stdout has closed the pipe
+        _drop_output()
         return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        _drop_output()
+        print(f"saccade: cannot write to stdout: {error.strerror}", file=sys.stderr)
+        return 2 if options.command == "batch" else 1
     except KeyboardInterrupt:
         return 130
+
+
+def _drop_output() -> None:
+    """Avoids a second error when Python flushes stdout at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _server_command(arguments: list[str]) -> int:

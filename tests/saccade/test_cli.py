@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -164,6 +165,25 @@ def test_a_reader_that_has_seen_enough(address: str, script: Script) -> None:
     command = f"'{sys.executable}' -m saccade ask --server {address} '?' | head -c 5"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("word ", "")
+
+
+def test_characters_that_a_terminal_lacks_are_replaced(address: str, script: Script) -> None:
+    script.words = ["caf\u00e9 ", "\U0001f600"]
+    command = [sys.executable, "-m", "saccade", "ask", "--server", address, "?"]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "latin-1"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"caf\xe9 ?\n", b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(("command", "code"), [("ask ?", 1), ("top --count 1", 1), ("batch in.jsonl out.jsonl", 2)])
+def test_a_full_disk_for_what_is_printed_is_an_error(address: str, tmp_path: Path, command: str, code: int) -> None:
+    (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "body": {"messages": [{"role": "user", "content": "?"}]}}')
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "saccade", *command.split(), "--server", address, *(["--quiet"] * (code == 2))],
+            stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (code, "saccade: cannot write to stdout: No space left on device\n")
 
 
 def test_without_a_server_it_says_how_to_start_one(
