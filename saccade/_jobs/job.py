@@ -172,15 +172,7 @@ class BatchJob:
                 reason="BATCH_MODEL",
             )
         self._input.bind(model)
-        if self.options.overwrite:
-            # The journal first: if only it is deleted, the next run reads the output again.
-            output = real_output(self._output)
-            try:
-                for file in (*helper_files(output), output):
-                    file.unlink(missing_ok=True)
-            except OSError as error:
-                raise FailedPrecondition(f"cannot delete {error.filename!r}: {error.strerror}") from error
-        self._journal = Journal(self._output, self._input.identify)
+        self._journal = Journal(self._output, self._input.identify, overwrite=self.options.overwrite)
         self._input.skip(self._journal.positions())
         self._began = time.monotonic()
         self.summary.model, self.summary.model_version = model.name, model.version

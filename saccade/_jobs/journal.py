@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -102,7 +103,8 @@ class Journal:
         AlreadyExists: the output contains something other than answers to this input with this model.
     """
 
-    def __init__(self, output: Path, identify: Identify) -> None:
+    def __init__(self, output: Path, identify: Identify, *, overwrite: bool = False) -> None:
+        """`overwrite`: begin with an empty output, whatever it contains."""
         output = real_output(output)
         self.output = output
         self.path = output.with_name(output.name + ".journal")
@@ -112,10 +114,16 @@ class Journal:
         self._committed = time.monotonic()
         self._db = self._open_journal()
         try:
+            if overwrite:  # only when no other process is writing it
+                self._db.execute("DELETE FROM rows")
+                output.unlink(missing_ok=True)
             self._file = os.open(output, _FLAGS | os.O_CREAT, 0o666)
         except OSError as error:
             self._db.close()
             raise FailedPrecondition(f"cannot write {str(output)!r}: {error.strerror}") from error
+        except sqlite3.Error as error:
+            self._db.close()
+            raise FailedPrecondition(f"cannot write {str(self.path)!r}: {error}") from error
         try:
             self._recover()
         except OSError as error:
@@ -272,6 +280,8 @@ class Journal:
         self._db.execute("BEGIN")
         self._db.execute("DELETE FROM moved")
         with open(self._scratch, "wb") as scratch:
+            with suppress(OSError):  # a file system without permissions
+                os.chmod(self._scratch, stat.S_IMODE(os.fstat(self._file).st_mode))
             for offset, length, row_id in self._db.execute(f"SELECT offset, length, id FROM rows ORDER BY {order}"):
                 line = self._read(offset, length)
                 if not line.endswith(b"\n") or row_id.encode() not in line[: len(row_id) + 20]:

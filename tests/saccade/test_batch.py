@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
 import threading
@@ -403,7 +404,8 @@ def test_an_image_of_the_folder(run: Run, script: Script, tmp_path: Path) -> Non
     assert script.requests[0].chat.messages[0].parts[0].image.data == b"pixels"
 
 
-def test_one_process_at_a_time(run: Run, script: Script, tmp_path: Path, address: str) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_one_process_at_a_time(run: Run, script: Script, tmp_path: Path, address: str, overwrite: bool) -> None:
     source, output = write_input(tmp_path / "in.jsonl", 2), tmp_path / "out.jsonl"
     second: list[BaseException] = []
 
@@ -412,7 +414,7 @@ def test_one_process_at_a_time(run: Run, script: Script, tmp_path: Path, address
             second.append(errors.SaccadeError("none"))
             try:
                 with saccade.Client(address) as other:
-                    other.run_batch(source, output)
+                    other.run_batch(source, output, overwrite=overwrite)
             except errors.FailedPrecondition as error:
                 second.append(error)
         return echo(request)
@@ -420,6 +422,21 @@ def test_one_process_at_a_time(run: Run, script: Script, tmp_path: Path, address
     script.answer = answer
     assert run(source, output, concurrency=1).completed == 2
     assert isinstance(second[-1], errors.FailedPrecondition) and second[-1].reason == "BATCH_RUNNING"
+    assert answers(output) == expected(2)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="permissions of POSIX")
+def test_an_output_that_is_sorted_keeps_its_permissions(run: Run, script: Script, tmp_path: Path) -> None:
+    script.answer = echo
+    source, output = write_input(tmp_path / "in.jsonl", 20), tmp_path / "out.jsonl"
+    run(source, output)
+    lines = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(reversed(lines)))
+    (tmp_path / "out.jsonl.journal").unlink()
+    output.chmod(0o600)
+    run(source, output, ordered=True)
+    assert [row["custom_id"] for row in read(output)] == [f"id {i}" for i in range(20)]
+    assert stat.S_IMODE(output.stat().st_mode) == 0o600
 
 
 def image_rows(path: Path, names: list[str]) -> Path:
