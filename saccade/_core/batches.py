@@ -190,8 +190,12 @@ class Download:
         self._batch_id = check_string("batch_id", batch_id)
         self.path = check_path("target", target)
         try:
-            # Unbuffered: bytes that a full disk has rejected would be written once more when the file is closed.
-            self.file: FileIO = open(self.path, "ab" if resume else "xb", buffering=0)
+            # Unbuffered: bytes that a full disk has rejected would be written once more when the file is closed. Not
+            # for appending: two programs that download to one file write the same bytes to the same places.
+            flags = os.O_CREAT | (0 if resume else os.O_EXCL)
+            self.file: FileIO = open(
+                self.path, "r+b", buffering=0, opener=lambda path, mode: os.open(path, mode | flags, 0o666)
+            )
         except (OSError, ValueError) as error:
             hint = "; resume=True continues it" if isinstance(error, FileExistsError) else ""
             raise FailedPrecondition(f"cannot write {str(self.path)!r}: {file_reason(error)}{hint}") from error

@@ -15,7 +15,7 @@ from fake_server import Failure, Script, serve
 
 import saccade
 from saccade import errors
-from saccade._core.batches import Messages, watch_call
+from saccade._core.batches import Download, Messages, watch_call
 from saccade._core.settings import CallSettings
 from saccade._core.steps import Open, Receive, Wait
 from saccade.v1 import batch_pb2, batch_pb2_grpc
@@ -88,6 +88,19 @@ def test_a_download_goes_on_where_it_broke_off(batches: tuple[Batches, str], tmp
     else:
         asyncio.run(by_asyncio())
     assert target.read_bytes() == OUTPUT and servicer.offsets == [0, 6, 12, 18, 24]
+
+
+def test_two_downloads_to_one_file_write_it_once(tmp_path: Path) -> None:
+    """As when a command is repeated while the first one still downloads."""
+    with Download("b", tmp_path / "out", resume=False) as first:
+        first.write(OUTPUT[:3])
+        with Download("b", tmp_path / "out", resume=True) as second:
+            assert second.offset == 3
+            first.write(OUTPUT[3:8])
+            second.write(OUTPUT[3:6])
+            second.write(OUTPUT[6:])
+        first.write(OUTPUT[8:])
+    assert (tmp_path / "out").read_bytes() == OUTPUT
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
