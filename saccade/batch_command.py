@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +137,14 @@ def _run_server_side(options: argparse.Namespace) -> int:
         fingerprint = _fingerprint(options)
         target = _Target(Path(options.input), Path(options.output), fingerprint, options.overwrite)
         with _server(options) as client:
-            created = client.batches.create(
-                options.input, ordered=options.ordered, max_errors=options.max_errors, request_id=fingerprint
-            )
+            create = partial(
+                client.batches.create, options.input, ordered=options.ordered, max_errors=options.max_errors,
+                request_id=fingerprint,
+            )  # fmt: skip
+            created = create()
+            if options.overwrite and created.state in ("failed", "cancelled"):
+                client.batches.delete(created.batch_id)
+                created = create()
             try:
                 for batch in client.batches.watch(created.batch_id):
                     shown.follow(batch)
@@ -149,6 +155,7 @@ def _run_server_side(options: argparse.Namespace) -> int:
                     print(f"{options.input}: {problem}", file=sys.stderr)
             elif batch.state != "completed":
                 print(f"saccade: batch {batch.batch_id} {batch.state}: {batch.message}", file=sys.stderr)
+                print("saccade: --overwrite starts it again from the first row", file=sys.stderr)
             if batch.output_bytes:
                 target.begin(batch.batch_id)
                 client.batches.download(batch.batch_id, options.output, resume=True)

@@ -181,6 +181,25 @@ def test_the_commands_output_may_be_a_link(server: RunningServer, tmp_path: Path
         assert (tmp_path / "link").is_symlink() and list(answers(tmp_path / "out.jsonl")) == ["1"]
 
 
+def test_the_command_starts_a_failed_batch_again_if_it_is_told_to(
+    server: RunningServer, client: saccade.Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise a batch that was cancelled, or failed because the disk was full, could not be repeated for a week."""
+    (tmp_path / "in.jsonl").write_bytes(lines([row(1), row(2, tokens=10_000)]))
+    files = [str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")]
+    command = ["batch", *files, "--server-side", "--server", server.address, "--quiet", "--max-errors", "0"]
+    found = []
+    for more in ([], [], ["--overwrite"]):
+        assert cli.main([*command, *more]) == 2
+        told = capsys.readouterr()
+        assert "--overwrite starts it again" in told.err
+        found.append(json.loads(told.out)["batch_id"])
+    assert found[0] == found[1] != found[2]
+    kept = [batch.batch_id for batch in client.batches.list()]
+    assert found[2] in kept and found[0] not in kept
+    client.batches.delete(found[2])
+
+
 def test_a_wrong_file_is_refused_with_its_lines(client: saccade.Client) -> None:
     wrong = lines(
         [row(0), row(0), row(2, source="a.png"), row(3, source="media:" + "0" * 64), row(4, temperature=-1),
