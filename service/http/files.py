@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -14,7 +15,7 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from saccade.errors import DeadlineExceeded, InvalidArgument, MessageTooLarge, NotFound
+from saccade.errors import DeadlineExceeded, InvalidArgument, MessageTooLarge, NotFound, RateLimited
 from saccade.types import Batch
 from saccade.v1 import batch_pb2
 from service.http.batches import check_access, find_batch
@@ -23,6 +24,9 @@ from service.http.file_store import StoredFile, owner_of, stored_file
 from service.http.pages import index_of, limit_of, page_object, query_of
 from service.http.ranges import Unsatisfiable, cut, parse_range, range_wanted
 from service.http.upstream import Connection
+from service.media.arriving import FULL
+
+log = logging.getLogger(__name__)
 
 OUTPUT, ERRORS = "file-output-", "file-errors-"
 """Prefixes of the ids of a batch's files; the batch's id follows."""
@@ -57,6 +61,11 @@ async def upload(call: HttpCall) -> None:
                 stored.remove()
                 raise
             store.add(stored)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        log.error("uploaded files: %s", error.strerror)
+        raise RateLimited("the disk of uploaded files is full", reason="QUOTA_EXCEEDED") from None
     except HTTPException as error:  # from Starlette's parser: not a form
         raise InvalidArgument(f"the form cannot be read: {error.detail}") from None
     except UnicodeError as error:  # from Starlette's parser, for the form's charset

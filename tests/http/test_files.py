@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from full_disk import file_size_limit
 from running import RunningServer
 from running_http import RunningHttp
 from waiting import until
@@ -329,6 +330,16 @@ def expire(store: FileStore, file_id: str) -> Path:
     stored = store._files[file_id]
     store._files[file_id] = replace(stored, created=stored.created - 25 * 3600)
     return stored.path
+
+
+@pytest.mark.parametrize("limit", [2**20, 2**21], ids=["of the store", "of the form's parser"])
+def test_a_full_disk_is_no_failure_of_the_server(http: RunningHttp, limit: int) -> None:
+    data, before = b"x" * (limit + 2**20 if limit > 2**20 else limit + 5), http.front.files.used
+    with client_of(http) as client:
+        with file_size_limit(limit), pytest.raises(openai.RateLimitError, match="disk of uploaded files is full"):
+            client.files.create(file=("in.jsonl", data), purpose="batch")
+        assert http.front.files.used == before
+        assert client.files.delete(client.files.create(file=("in.jsonl", data), purpose="batch").id).deleted
 
 
 def test_an_expired_file_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
