@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,8 @@ class _Shown:
 
     def start(self, summary: BatchSummary) -> None:
         if summary.resumed:
-            print(f"saccade: {summary.resumed} of {summary.total} rows have been answered already", file=sys.stderr)
+            with suppress(OSError):
+                print(f"saccade: {summary.resumed} of {summary.total} rows have been answered already", file=sys.stderr)
         if not self._quiet:
             self._progress = Progress(summary.total, summary.resumed)
 

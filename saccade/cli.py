@@ -45,6 +45,8 @@ SERVER_COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code: 0 if all is well, 1 for an error, 2 for a wrong command line."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Closed ones are None, for which `print` would take the other one.
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     if arguments and arguments[0] in SERVER_COMMANDS:
         return _server_command(arguments)
     parser = _parser()

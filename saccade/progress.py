@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TextIO
 
 
@@ -64,6 +65,11 @@ class Progress:
         return ", ".join(parts)
 
     def show(self) -> None:
+        """Writes the state. A full disk or a closed pipe of stderr does not end the job."""
+        with suppress(OSError):
+            self._show()
+
+    def _show(self) -> None:
         self._shown = self._clock()
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self.done, description=self.line())
@@ -75,10 +81,11 @@ class Progress:
     def close(self) -> None:
         """Shows the final state and ends the line."""
         self.show()
-        if self._bar is not None:
-            self._bar.stop()
-        elif self._terminal:
-            print(file=self._stream, flush=True)
+        with suppress(OSError):
+            if self._bar is not None:
+                self._bar.stop()
+            elif self._terminal:
+                print(file=self._stream, flush=True)
 
 
 def _rich_bar(stream: TextIO, total: int, done: int) -> Any:

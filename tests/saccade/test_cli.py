@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -184,6 +185,29 @@ def test_a_full_disk_for_what_is_printed_is_an_error(address: str, tmp_path: Pat
             stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (code, "saccade: cannot write to stdout: No space left on device\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", ">&-", ">&- 2>&-"])
+def test_a_job_whose_progress_nobody_can_see_goes_on(address: str, tmp_path: Path, streams: str) -> None:
+    rows = [{"custom_id": str(i), "body": {"messages": [{"role": "user", "content": "?"}]}} for i in range(9)]
+    output, command = tmp_path / "out.jsonl", f"'{sys.executable}' -m saccade batch in.jsonl out.jsonl"
+    for count in (3, 9):
+        (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows[:count])))
+        done = subprocess.run(
+            ["sh", "-c", f"{command} --server {address} {streams}"], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert done.returncode == 0 and len(output.read_text().splitlines()) == count
+        assert [json.loads(line)["total"] for line in done.stdout.splitlines()] == [count] * (
+            not streams.startswith(">&-")
+        )
+
+
+def test_a_closed_stdout_is_no_error(address: str) -> None:
+    for command in ("top --count 1", "ask"):
+        line = f"'{sys.executable}' -m saccade {command} --server {address} {'?' * (command == 'ask')} >&-"
+        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_without_a_server_it_says_how_to_start_one(
