@@ -86,13 +86,18 @@ class LimitedProtocol(HttpToolsProtocol):
         9110, 7.8). Java's client, for example, asks for HTTP/2 in each first request of a connection. The parser takes
         what follows such a head for the other protocol, so another parser reads the head without `upgrade`, and the
         rest."""
+        rest: bytes | memoryview = data
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            head = self._head_without_upgrade()
-            self.parser = httptools.HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
-            self._parse(head + data[upgrade.args[0] :])
+            while rest:
+                try:
+                    self.parser.feed_data(rest)
+                    return
+                except httptools.HttpParserUpgrade as upgrade:
+                    rest = memoryview(rest)[upgrade.args[0] :]
+                    head = self._head_without_upgrade()
+                    self.parser = httptools.HttpRequestParser(self)
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+                    self.parser.feed_data(head)
         except httptools.HttpParserError:
             log.warning("Invalid HTTP request received.")
             self.send_400_response("")
