@@ -21,15 +21,11 @@ from saccade._core.ranges import check_flag, check_integer, check_path, check_se
 from saccade._jobs.input import BatchInput
 from saccade._jobs.journal import COUNTS, Journal, Written, check_apart, helper_files, real_output
 from saccade._jobs.lines import output_line
-from saccade._jobs.rows import BATCH_PRIORITY, ImageFolder, Row, request_from
+from saccade._jobs.rows import BATCH_PRIORITY, ImageFolder, Row, concerns_row, request_from
 from saccade._map.window import Prepared, check_concurrency
 from saccade._openai.errors import status_code
 from saccade.errors import FailedPrecondition, InvalidArgument, SaccadeError, Unavailable
 from saccade.types import Generation, Model
-
-_KEY_REFUSED = frozenset({"", "PERMISSION_DENIED", "KEY_REVOKED"})
-"""Reasons of PERMISSION_DENIED that concern the API key. Others, such as MEDIA_HOST_DENIED, concern one row."""
-
 
 CONCURRENCY = 32
 """Requests that a job has in progress by default."""
@@ -233,12 +229,9 @@ class BatchJob:
         """Raises an error if the following rows would fail in the same way; this row is left for the next run."""
         if isinstance(result, errors.Unauthenticated):
             raise result
-        if isinstance(result, errors.PermissionDenied) and result.reason in _KEY_REFUSED:
+        if isinstance(result, errors.PermissionDenied) and not concerns_row(result):
             raise result
-        # With a reason and without a retry, it is a server's answer to this row: the host of its image is gone.
-        unreachable = isinstance(result, errors.Unavailable | errors.Overloaded) and (
-            result.retryable or not result.reason
-        )
+        unreachable = isinstance(result, errors.Unavailable | errors.Overloaded) and not concerns_row(result)
         self._unreachable = self._unreachable + 1 if unreachable else 0
         if isinstance(result, SaccadeError) and self._unreachable > self.options.concurrency:
             raise Unavailable(

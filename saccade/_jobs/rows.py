@@ -22,7 +22,14 @@ from typing import Any
 from saccade._openai.documents import load_object
 from saccade._openai.errors import in_words
 from saccade._openai.fields import Rules, chat_rules
-from saccade.errors import FailedPrecondition, InvalidArgument
+from saccade.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    Overloaded,
+    PermissionDenied,
+    SaccadeError,
+    Unavailable,
+)
 from saccade.v1 import inference_pb2, types_pb2
 
 URL = "/v1/chat/completions"
@@ -34,6 +41,16 @@ UNREADABLE = "IMAGE_UNREADABLE"
 CHANGED = "BATCH_INPUT_CHANGED"
 BATCH_PRIORITY = -10
 """Below the priority of interactive calls."""
+_KEY_REFUSED = frozenset({"", "PERMISSION_DENIED", "KEY_REVOKED"})
+"""Reasons of PERMISSION_DENIED that concern the API key."""
+
+
+def concerns_row(error: SaccadeError) -> bool:
+    """Whether an error of a class that concerns all rows is a server's answer to one of them: the host of its image is
+    gone or not allowed, or the row is too large."""
+    if isinstance(error, PermissionDenied):
+        return error.reason not in _KEY_REFUSED
+    return isinstance(error, Unavailable | Overloaded) and bool(error.reason) and not error.retryable
 
 
 @dataclass

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from saccade._core.results import generation_from
+from saccade._jobs.rows import concerns_row
 from saccade._map.window import check_concurrency
 from saccade.errors import InvalidArgument, SaccadeError
 from saccade.ray.ids import ID
@@ -89,7 +90,9 @@ class Generate:
             try:
                 request = await asyncio.to_thread(self._rows.request, row)
                 result: Generation | SaccadeError = generation_from(await self._send(request), request.sampling)
-            except ROW_ERRORS as error:
+            except SaccadeError as error:
+                if not (isinstance(error, ROW_ERRORS) or concerns_row(error)):
+                    raise
                 result = error
         return self._rows.output(row, result)
 

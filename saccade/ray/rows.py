@@ -32,7 +32,8 @@ ROW_ERRORS = (
     errors.DeadlineExceeded,
     errors.Internal,
 )
-"""Errors that concern one row. All others would recur in the following rows, and end the job."""
+"""Errors that concern one row. All others would recur in the following rows and end the job, unless they say that a
+server has rejected one row: see `saccade._jobs.rows.concerns_row`."""
 
 
 @dataclass(frozen=True)

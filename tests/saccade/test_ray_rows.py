@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from fake_server import Failure, Script
 
 from saccade import errors
 from saccade._core.results import generation_from
 from saccade.cli import main
+from saccade.ray.generate import Generate
 from saccade.ray.ids import ID, row_id, row_seed
 from saccade.ray.job import RayJob, complete
 from saccade.ray.rows import ANSWER_COLUMNS, Prices, RowFormat, Template
 from saccade.ray.sources import find_source
 from saccade.v1 import inference_pb2, types_pb2
 
+Code = grpc.StatusCode
 ROWS = RowFormat("What is {thing}?", id_column="id", images=["image"], keep=["note"], sampling={"max_tokens": 5})
 
 
@@ -115,6 +120,36 @@ def test_answers_and_errors_are_rows_of_the_same_columns() -> None:
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(errors.InvalidArgument):
             Prices(wrong, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("failure", "of_row"),
+    [
+        (Failure(Code.UNAVAILABLE, reason="MEDIA_FETCH_FAILED", pushback="-1"), True),
+        (Failure(Code.PERMISSION_DENIED, reason="MEDIA_HOST_DENIED"), True),
+        (Failure(Code.UNAVAILABLE, reason="QUEUE_FULL", pushback="-1"), True),
+        (Failure(Code.UNAVAILABLE, reason="QUEUE_FULL"), False),
+        (Failure(Code.UNAVAILABLE, pushback="-1"), False),
+        (Failure(Code.PERMISSION_DENIED), False),
+    ],
+    ids=lambda value: f"{value.code.name}-{value.reason}-{value.pushback}" if isinstance(value, Failure) else "",
+)
+def test_an_error_of_one_row_does_not_end_the_job(address: str, script: Script, failure: Failure, of_row: bool) -> None:
+    """The host of an image that is gone would be gone whenever the job is started again."""
+
+    async def answer() -> dict[str, Any]:
+        generate = Generate(RowFormat("?", id_column="id"), server=address, client={"max_retries": 0})
+        try:
+            return await generate._answer({"id": "a"})
+        finally:
+            await generate._client.close()
+
+    script.failures = [failure]
+    if of_row:
+        assert asyncio.run(answer())["error_reason"] == failure.reason
+    else:
+        with pytest.raises(errors.SaccadeError):
+            asyncio.run(answer())
 
 
 def test_sources_have_files_of_one_format(tmp_path: Path) -> None:
