@@ -47,8 +47,10 @@ class _Source:
                 self._deliver(Item(await anext(iterator)))
         except StopAsyncIteration:
             self._deliver(End())
-        except Exception as error:  # raised again by the consumer
+        except BaseException as error:  # raised again by the consumer; a source may await a task that is cancelled
             self._deliver(End(error))
+            if not isinstance(error, Exception):
+                raise
 
     def ask(self) -> None:
         """Requests the next item, or the end."""

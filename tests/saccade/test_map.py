@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import io
 import queue
@@ -187,6 +188,24 @@ def test_an_async_source(address: str) -> None:
 
         async with saccade.AsyncClient(address, timeout=20) as client:
             assert [o.index async for o in client.map(source(), concurrency=2, ordered=True)] == list(range(5))
+
+    asyncio.run(main())
+
+
+def test_an_async_source_that_awaits_what_is_cancelled_ends_the_map(address: str) -> None:
+    async def main() -> None:
+        async def source() -> Any:
+            yield {"prompt": "0"}
+            (task := asyncio.create_task(asyncio.sleep(60))).cancel()
+            await task
+
+        async def consume() -> None:
+            async with saccade.AsyncClient(address) as client, contextlib.aclosing(client.map(source())) as outcomes:
+                async for _ in outcomes:
+                    pass
+
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(consume(), 20)
 
     asyncio.run(main())
 
