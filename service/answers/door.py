@@ -148,7 +148,7 @@ class Admitted:
         key's bytes per minute are exhausted."""
         self.info.request_bytes += size
         self.held(size)
-        self.info.tenant.limits.admit("bytes", size)
+        self.info.charge_message(size)
 
     def dropped(self, size: int) -> None:
         """Releases the bytes of a message that is no longer held, or that is counted elsewhere."""

@@ -47,6 +47,7 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
             )
         _check_labels(header)
         async with in_thread(self._store.upload(_tenant(), header.size_bytes, header.request_id)) as upload:
+            current_call().announce(header.size_bytes)
             await receive(requests, upload.write)
             self._batches.check_open()
             committing = asyncio.to_thread(

@@ -138,6 +138,7 @@ class MediaServicer(media_pb2_grpc.MediaServiceServicer):
     ) -> media_pb2.UploadMediaResponse:
         header = await header_of(requests, "an upload")
         async with in_thread(self._spool.upload(_tenant(), header.size_bytes)) as upload:
+            current_call().announce(header.size_bytes)
             await receive(requests, upload.write)
             media = await to_end(self._describe(upload.commit, header.media_id))
         return media_pb2.UploadMediaResponse(media=_media_to_proto(media))

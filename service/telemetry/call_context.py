@@ -43,6 +43,26 @@ class CallInfo:
     """Counts bytes that the call holds until its end in addition to its messages. Raises Unavailable if the server's
     limit would be exceeded."""
 
+    announced_bytes: int | None = None
+    """Bytes of further messages for which the key's rate has been charged; None: nothing was announced."""
+
+    def announce(self, size: int) -> None:
+        """Charges the key's rate for a file that follows in several messages. If each message were charged by itself,
+        the rate could end a file at any of them, and each repetition would use up what the next one needs. Raises
+        ResourceExhausted with the time until all of it may be sent."""
+        self.tenant.limits.admit("bytes", size)
+        self.announced_bytes = size
+
+    def charge_message(self, size: int) -> None:
+        """Charges the key's rate for a message, as far as it was not announced. Raises ResourceExhausted for a call
+        that has announced nothing."""
+        if self.announced_bytes is None:
+            self.tenant.limits.admit("bytes", size)
+            return
+        announced = min(size, self.announced_bytes)
+        self.announced_bytes -= announced
+        self.tenant.limits.charge("bytes", size - announced)  # what messages have around the bytes of a file
+
     def fail(self, error: errors.StatusError) -> None:
         self.code, self.reason = error.code.name, error.reason
 

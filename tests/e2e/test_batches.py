@@ -8,6 +8,7 @@ import base64
 import hashlib
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -20,6 +21,7 @@ from typing import Any
 import grpc
 import pytest
 from images import png
+from PIL import Image
 from rpc import connect, reason, upload
 from running import RunningServer, children
 from waiting import until
@@ -385,6 +387,23 @@ def test_tenants_do_not_see_each_other_and_take_turns(model: Path, tmp_path: Pat
             assert server.run(_over(server, "a", one.batch_id)) == ("failed", "KEY_REVOKED")
         for one in (a, b, c):
             one.close()
+
+
+@pytest.mark.parametrize("kind", ["batch", "media"])
+def test_an_upload_that_a_rate_rejects_is_sent_once_more(model: Path, tmp_path: Path, kind: str) -> None:
+    """When all of it is allowed, and not again and again from its beginning as far as the rate then goes."""
+    digest = hashlib.sha256(b"sk-a").hexdigest()
+    (tmp_path / "keys.toml").write_text(f'[[key]]\nname = "a"\nsha256 = "{digest}"\nbytes_per_minute = 30_000_000\n')
+    with (
+        RunningServer(str(model), api_keys=str(tmp_path / "keys.toml"), **LIMITS) as server,
+        saccade.Client(server.address, api_key="sk-a", max_retries=1) as client,
+    ):
+        client.batches.create(b" " * 29_900_000)
+        if kind == "batch":
+            client.batches.create(b" " * 500_000)
+        else:
+            noise = Image.frombytes("RGB", (400, 400), random.Random(1).randbytes(480_000))
+            assert client.media.upload(noise).size_bytes > 480_000
 
 
 def test_a_rows_timeout_includes_its_waiting(text_model: Path, tmp_path: Path) -> None:

@@ -110,6 +110,27 @@ def test_requests_and_bytes_per_minute(entrance: Entrance) -> None:
     assert all('tenant="slow"' in line for line in entrance.lines) and len(entrance.lines) == 2
 
 
+def test_bytes_that_are_announced_are_charged_at_once(entrance: Entrance) -> None:
+    """Messages have some bytes besides those of the file."""
+    with entrance.door.admit(GENERATE, SLOW) as call:
+        call.received(10)
+        call.info.announce(40)
+        for _ in range(4):
+            call.received(11)
+            call.dropped(11)
+        limits = call.info.tenant.limits
+    with pytest.raises(errors.ResourceExhausted) as caught:
+        limits.admit("bytes", 1)
+    assert caught.value.retry_after is not None and 5.9 < caught.value.retry_after <= 6.0  # 4 + 1 of 50 per minute
+
+
+def test_bytes_that_are_announced_have_the_time_until_all_are_available(entrance: Entrance) -> None:
+    with pytest.raises(errors.ResourceExhausted) as caught, entrance.door.admit(GENERATE, SLOW) as call:
+        call.received(20)
+        call.info.announce(40)
+    assert caught.value.retry_after is not None and 11.9 < caught.value.retry_after <= 12.0  # 10 of 50 per minute
+
+
 def test_calls_of_one_tenant(entrance: Entrance) -> None:
     with entrance.door.admit(GENERATE, ONE), entrance.door.admit(GENERATE, ONE):
         error = refused(entrance, ONE)
