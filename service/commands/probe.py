@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from service.common.option import ConfigError, check_addresses, is_local
+from service.common.option import LONGEST_TIME, ConfigError, check_addresses, is_local
 from service.common.tls import check_authority, check_pair, read_pem
 
 
@@ -33,8 +33,10 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(argv)
     check_addresses("HOST:PORT", (options.address,), targets=True)
-    if not 0 < options.timeout < float("inf"):
-        raise ConfigError(f"--timeout: expected more than 0 seconds, got {options.timeout:g}")
+    if not 0 < options.timeout <= LONGEST_TIME:  # with larger numbers gRPC's deadline is over at once
+        raise ConfigError(
+            f"--timeout: expected more than 0 and at most {LONGEST_TIME} seconds, got {options.timeout:g}"
+        )
     credentials = _credentials(options)
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 

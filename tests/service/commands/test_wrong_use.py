@@ -19,10 +19,11 @@ from service.commands.cli import main
         pytest.param(["probe", "host:99999"], "with a port from 1 to 65535", id="probe-port"),
         pytest.param(
             ["probe", "host:1", "--timeout", "-1"],
-            "--timeout: expected more than 0 seconds, got -1",
+            "--timeout: expected more than 0 and at most 1000000000 seconds, got -1",
             id="probe-timeout",
         ),
         pytest.param(["probe", "host:1", "--timeout", "nan"], "got nan", id="probe-timeout-nan"),
+        pytest.param(["probe", "host:1", "--timeout", "1e10"], "at most 1000000000", id="probe-timeout-huge"),
         pytest.param(["probe", "host:1", "--ca", "no.pem"], "--ca: no.pem: No such file", id="probe-ca"),
         pytest.param(["probe", "host:1", "--ca", __file__], "no certificate in PEM format", id="probe-ca-content"),
         pytest.param(["probe", "host:1", "--server-name", "a"], "--server-name: has no effect", id="probe-name"),
