@@ -108,10 +108,6 @@ class LimitedProtocol(HttpToolsProtocol):
         lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
 
-    def _is_parsed_again(self) -> bool:
-        """Whether the parser is at a request that `_parse` gives to another one."""
-        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
-
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
@@ -121,8 +117,10 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value.rstrip(b" \t"))
 
     def on_headers_complete(self) -> None:
-        if self._is_parsed_again():
-            return
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("this server is no proxy")  # answered as other invalid requests are
+            return  # `_parse` gives the head to another parser
         self._head_bytes = None
         self._head_arrived()
         # Not checked by `data_received` if it arrived at once.
@@ -132,7 +130,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        if self._is_parsed_again():
+        if self.parser.should_upgrade():
             return
         self._head_bytes = 0
         super().on_message_complete()

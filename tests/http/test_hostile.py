@@ -394,3 +394,12 @@ def test_unknown_paths_and_methods_have_a_request_id_and_the_form_of_their_api(h
             assert (document["type"], document["request_id"]) == ("error", "r2")
         else:
             assert (document["error"]["code"], document["error"]["request_id"]) == ("HTTP", "r2")
+
+
+@pytest.mark.parametrize("target", [b"localhost:1", b"/health"])
+def test_this_server_is_no_proxy(http: RunningHttp, target: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", http.port), timeout=30) as connection:
+        connection.sendall(b"CONNECT " + target + b" HTTP/1.1\r\nhost: localhost:1\r\n\r\nGET /health HTTP/1.1\r\n\r\n")
+        answer = HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 400 and answer.headers["connection"] == "close"
