@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 @dataclass(eq=False)
@@ -49,9 +50,19 @@ class Hit:
     tokens: int = 0
     matched: int = 0
     """Number of tokens whose full pages are cached: at least `tokens` without a tail."""
-    pages: tuple[int, ...] = ()
-    """Full pages of the first `tokens`."""
+    node: Node | None = None
+    """The last of the full pages of the first `tokens`."""
     checkpoint: Checkpoint | None = None
+
+    @cached_property
+    def pages(self) -> tuple[int, ...]:
+        """Full pages of the first `tokens`; empty in models without attention. Made when a sequence starts from the
+        hit: there may be thousands, and waiting sequences look up their prefixes whenever the cache changes."""
+        pages, node = [], self.node
+        while node is not None and node.page >= 0:
+            pages.append(node.page)
+            node = node.parent
+        return tuple(reversed(pages))
 
     @property
     def slot(self) -> int:

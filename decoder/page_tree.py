@@ -19,15 +19,24 @@ class PageTree:
     def get(self, key: bytes) -> Node | None:
         return self._nodes.get(key)
 
-    def path(self, sequence: Sequence, limit: int) -> list[Node]:
-        """The nodes of the sequence's first `limit` tokens, from the root on, as far as they exist."""
-        path: list[Node] = []
-        node = self._nodes.get(key_at(sequence, 0, self._page))
-        while node is not None:
-            path.append(node)
-            tokens = len(path) * self._page
-            node = self._nodes.get(key_at(sequence, tokens, self._page)) if tokens <= limit else None
-        return path
+    def deepest(self, sequence: Sequence, limit: int) -> tuple[Node | None, int]:
+        """The last node of the sequence's first `limit` tokens, and the number of pages up to it; `None` if there is
+        no node. Takes a logarithmic number of look-ups, because a node's parents exist as long as it does, and hashes
+        at most twice as many pages as it finds."""
+
+        def at(pages: int) -> Node | None:
+            return self._nodes.get(key_at(sequence, pages * self._page, self._page))
+
+        found, depth, beyond = at(0), 0, limit // self._page + 1
+        step = 1
+        while found is not None and depth + 1 < beyond:
+            further = min(depth + step, beyond - 1)
+            node = at(further)
+            if node is None:
+                beyond, step = further, max(1, (further - depth) // 2)
+            else:
+                found, depth, step = node, further, min(2 * step, max(1, (beyond - further) // 2))
+        return found, depth
 
     def grow(self, sequence: Sequence, pages: int) -> Node:
         """The node after the sequence's first `pages` pages; missing nodes up to it are added."""

@@ -51,22 +51,20 @@ class PrefixCache:
         return sequence.lookup.hit
 
     def _find(self, sequence: Sequence, limit: int) -> Hit:
-        size, path = self.placement.page, self._tree.path(sequence, limit)
-        if not path:
-            return MISS
-        matched = (len(path) - 1) * size
-        pages = tuple(node.page for node in path[1:]) if self.pool.pages_per_block else ()
+        size, (node, depth) = self.placement.page, self._tree.deepest(sequence, limit)
+        matched = depth * size
         if not self.pool.has_slots:
-            return Hit(matched, matched, pages)
-        for depth in range(len(path) - 1, -1, -1):
-            for tail in sorted(path[depth].tails, reverse=True):
+            return MISS if node is None else Hit(matched, matched, node)
+        while node is not None:
+            for tail in sorted(node.tails, reverse=True) if node.tails else ():
                 tokens = depth * size + tail
                 if tokens > limit:
                     continue
-                found = path[depth].checkpoints.get(key_at(sequence, tokens, size))
+                found = node.checkpoints.get(key_at(sequence, tokens, size))
                 if found is not None and tokens > 0:
-                    return Hit(tokens, matched, pages[:depth], found)
-        return Hit(0, matched)
+                    return Hit(tokens, matched, node, found)
+            node, depth = node.parent, depth - 1
+        return Hit(0, matched) if matched else MISS
 
     def overlook(self, sequence: Sequence) -> None:
         """Makes `lookup` return nothing for the sequence until the cache changes, because there is no memory to start

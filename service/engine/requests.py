@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 
@@ -165,7 +166,7 @@ class Requests:
         """Submits these samples of a request to the decoder. Raises ValueError if the decoder cannot run the request,
         and DeadlineError if it cannot do so in time."""
         made: list[DecoderRequest] = []
-        constraint = self._take_constraint(request)
+        constraint, sampling = self._take_constraint(request), request.sampling
         for name in names:
             leases = self._leases[name]
             prompt_ids, runs = _lay_out(request, leases)
@@ -178,7 +179,7 @@ class Requests:
                 DecoderRequest(
                     request_id=name,
                     prompt_ids=prompt_ids,
-                    sampling=request.sampling,
+                    sampling=sampling,
                     spans=tuple(leases),
                     output_ids=request.output_ids,
                     eos_token_ids=request.eos_token_ids,
@@ -192,6 +193,8 @@ class Requests:
                     constraint=constraint.copy() if made and constraint is not None else constraint,
                 )
             )
+            if sampling.prompt_logprobs is not None:  # the other samples may then start from a cached prefix
+                sampling = replace(sampling, prompt_logprobs=None)
         if made:
             self._decoder.add(*made)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting import lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_decoder import FakeSource, greedy_params, make_runner, random_weights, request, run, tiny_config, tokens
@@ -17,6 +18,7 @@ from decoder.config import DecoderConfig, DecoderOptions
 from decoder.request import DecoderRequest, EmbeddingSource, TokenEvent
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
+from decoder.sequence import Sequence as Waiting
 
 CONFIG = tiny_config("M-*EM*")
 WEIGHTS = dict(random_weights(CONFIG))
@@ -101,6 +103,24 @@ def test_a_prompt_that_parts_from_a_cached_one_leaves_a_junction(
     assert tuple(found) == cached
     stats = runner.stats()
     assert stats["cache_lost_tokens"] == (0 if mode == "all" else 4)
+
+
+@pytest.mark.parametrize("pattern", ["M*", "*"])
+def test_a_long_prefix_is_looked_up_again_in_few_steps(pattern: str) -> None:
+    """Requests that wait for images look up their prefixes whenever the cache has changed."""
+
+    def cost(pages: int) -> int:
+        runner = make_runner(tiny_config(pattern), max_len=4000, max_batched_tokens=4000, **SMALL)
+        assert runner.cache is not None
+        prompt = ids(4 * pages + 1)
+        run(runner, request("first", prompt, greedy_params(1)))
+        sequence = Waiting(request("waits", [*prompt, 1, 2]), arrival=99, limit=1)
+        assert runner.cache.lookup(sequence).tokens > 4 * pages - 8
+        run(runner, request("other", [90] * 5, greedy_params(1)))
+        return lines_run(runner.cache.lookup, sequence)
+
+    few, many = cost(10), cost(600)
+    assert many <= 5 * few, f"{few} lines with 10 pages, {many} with 600"
 
 
 def test_a_whole_prompt_is_never_a_hit() -> None:

@@ -90,6 +90,16 @@ def test_samples_of_one_request_read_its_prompt_once(running: Running) -> None:
         assert [e.token_id for e in forked] == [e.token_id for e in alone]
 
 
+def test_the_prompt_is_scored_once_for_all_samples(running: Running) -> None:
+    """Six samples, and batch slots for four: the others do not compute the prompt again for its log-probabilities."""
+    names = [f"sample {index}" for index in range(6)]
+    sampling = SamplingParams(max_tokens=5, seed=3, ignore_eos=True, prompt_logprobs=0)
+    running.engine.submit(EngineRequest(names[0], [1 + i % 90 for i in range(70)], sampling, siblings=(*names[1:],)))
+    events = running.wait({*names})
+    assert running.engine.query("stats").result(60)["decoder"]["batched_tokens"] < 2 * 70
+    assert [len(events[name][0].prompt_scores) for name in names] == [69, 0, 0, 0, 0, 0]
+
+
 def test_every_sample_of_a_refused_request_is_told(running: Running) -> None:
     running.engine.submit(EngineRequest("group 0", [1] * 300, greedy(), siblings=("group 1",)))
     events = running.wait({"group 0", "group 1"})
