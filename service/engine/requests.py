@@ -51,6 +51,8 @@ class Requests:
         self._unsettled: dict[str, EngineRequest] = {}
         """Requests with a pruned clip that has not been encoded, so that their prompt is not complete, and requests
         whose constraint is not ready."""
+        self._unsettled_of: dict[str, EngineRequest] = {}
+        """The same by the ids of their live samples."""
         self._constraints: dict[str, Future[Constraint]] = {}
         """By request id, until the request is submitted to the decoder or ends."""
 
@@ -76,6 +78,7 @@ class Requests:
         """`AssertionError` if anything is held while no request is live."""
         if not self.live:
             assert not self._leases and not self._unsettled, "leases of requests that have ended"
+            assert not self._unsettled_of, "samples of requests that have ended"
             assert not self.streamed, "streams that have ended"
             assert not self._constraints, "constraints of requests that have ended"
             assert not self._decoder.has_work, "the decoder still has work"
@@ -96,6 +99,7 @@ class Requests:
                 self._admit(request, request.names)
             else:
                 self._unsettled[request.request_id] = request
+                self._unsettled_of |= dict.fromkeys(request.names, request)
         except (ValueError, DeadlineError, ConstraintFailed) as error:
             self._give_up(request, error)
 
@@ -153,10 +157,10 @@ class Requests:
     def _settle(self) -> None:
         """Submits requests whose pruned clips have been encoded and whose constraints are ready."""
         for request_id, request in list(self._unsettled.items()):
-            names = [name for name in request.names if name in self.live]
-            if names and not self._ready(request, names[0]):
+            if not self._ready(request, next(name for name in request.names if name in self.live)):
                 continue
             del self._unsettled[request_id]
+            names = [name for name in request.names if self._unsettled_of.pop(name, None) is not None]
             try:
                 self._admit(request, names)
             except (ValueError, DeadlineError, ConstraintFailed) as error:
@@ -213,11 +217,13 @@ class Requests:
         """Frees everything that the request holds, without an event."""
         if request_id in self.live:
             self._decoder.abort(request_id)
+            request = self._unsettled_of.pop(request_id, None)
             self._forget(request_id)
-            waiting = self._unsettled.items()
-            self._unsettled = {i: r for i, r in waiting if not self.live.isdisjoint(r.names)}
-            for name in self._constraints.keys() - self._unsettled.keys():
-                self._constraints.pop(name).cancel()  # else it would be built, and delay those of other requests
+            if request is None or not self.live.isdisjoint(request.names):
+                return
+            del self._unsettled[request.request_id]
+            if (constraint := self._constraints.pop(request.request_id, None)) is not None:
+                constraint.cancel()  # else it would be built, and delay those of other requests
 
     def _forget(self, request_id: str) -> None:
         self.live.discard(request_id)

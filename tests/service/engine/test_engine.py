@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from counting import lines_run
 from served import make_served
 
 from decoder.sampling import SamplingParams
@@ -14,6 +15,7 @@ from service.answers.relay import engine_error
 from service.common import errors
 from service.common.config import EngineOptions
 from service.common.errors import EngineDied
+from service.common.types import ConstraintSpec
 from service.engine.build import build_engine
 from service.engine.engine import Engine
 from service.engine.types import EngineEvent, EngineRequest
@@ -111,6 +113,31 @@ def test_a_sample_that_is_aborted_leaves_the_others(running: Running) -> None:
     running.engine.abort("group 0")
     events = running.wait({"group 1", "group 2"})
     assert all(len(of) == 9 for of in events.values())
+
+
+def test_an_abort_costs_the_same_however_many_requests_wait_for_their_constraints(tmp_path: Path) -> None:
+    make_served(tmp_path / "model", vision=False)
+    engine = build_engine(EngineOptions(str(tmp_path / "model"), dtype="float32", threads=1, max_seqs=4, max_len=200))
+    requests, go_on = engine._requests, threading.Event()
+    engine._constraining._started_pool().submit(go_on.wait)  # constraints are built one after another
+
+    def cost(count: int) -> int:
+        for number in range(count):
+            names, allowed = (f"{number}/0", f"{number}/1"), ConstraintSpec(None, (1, 2))
+            requests.add(EngineRequest(names[0], [1, 2], greedy(), siblings=names[1:], constraint=allowed))
+        lines = lines_run(requests.abort, "0/1") + lines_run(requests.abort, "0/0")
+        assert len(requests.live) == 2 * count - 2
+        for name in list(requests.live):
+            requests.abort(name)
+        requests.check_integrity()
+        return lines
+
+    try:
+        few, many = cost(2), cost(100)
+    finally:
+        go_on.set()
+        engine.close()
+    assert many == few, f"{few} lines with 2 requests, {many} with 100"
 
 
 def test_a_sign_of_life_is_one_of_the_loop_itself(tmp_path: Path) -> None:
