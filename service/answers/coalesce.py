@@ -15,11 +15,11 @@ class _Sample:
 
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
-        self.sent = 0
+        self.tokens = self.sent = 0
 
-    @property
-    def tokens(self) -> int:
-        return sum(len(delta.token_ids) for delta in self.deltas)
+    def add(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+        self.tokens += len(delta.token_ids)
 
     def take(self) -> list[Delta]:
         """The held deltas merged into one; empty if there are none."""
@@ -34,7 +34,7 @@ class _Sample:
             logprobs=tuple(p for delta in self.deltas for p in delta.logprobs),
             sequence=self.sent,
         )
-        self.deltas = []
+        self.deltas, self.tokens = [], 0
         self.sent += 1
         return [merged]
 
@@ -53,7 +53,7 @@ class _Held:
         """Adds an event; returns the events that are to be sent now."""
         if isinstance(event, Delta):
             sample = self._samples.setdefault(event.index, _Sample())
-            sample.deltas.append(event)
+            sample.add(event)
             complete = self._chunk_tokens is not None and sample.tokens >= self._chunk_tokens
             return [*sample.take()] if complete else []
         if isinstance(event, Finished) and event.index in self._samples:

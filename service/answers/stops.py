@@ -11,6 +11,8 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
+        self._overlaps = [0] * len(self._stops)
+        """For each stop string: the length of the longest suffix of the held text that is a prefix of it."""
         self._held = ""
         self.matched: str | None = None
 
@@ -26,7 +28,10 @@ class StopMatcher:
             at, _, self.matched = min(found)
             shown, self._held = self._held[:at], ""
             return shown
-        keep = max(self._overlap(stop) for stop in self._stops)
+        self._overlaps = [
+            self._overlap(stop, before + len(text)) for stop, before in zip(self._stops, self._overlaps, strict=True)
+        ]
+        keep = max(self._overlaps)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown
 
@@ -35,9 +40,10 @@ class StopMatcher:
         shown, self._held = self._held, ""
         return "" if self.matched is not None else shown
 
-    def _overlap(self, stop: str) -> int:
-        """Length of the longest suffix of the held text that is a prefix of `stop`."""
-        for length in range(min(len(stop) - 1, len(self._held)), 0, -1):
+    def _overlap(self, stop: str, most: int) -> int:
+        """Length of the longest suffix of the held text that is a prefix of `stop`; it is known to be at most `most`.
+        With that bound, all calls for one stop string together compare as many times as there are characters."""
+        for length in range(min(len(stop) - 1, most), 0, -1):
             if self._held.endswith(stop[:length]):
                 return length
         return 0

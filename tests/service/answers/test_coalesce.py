@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncGenerator
 
 import pytest
+from counting import lines_run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,3 +101,14 @@ def test_closing_it_closes_what_is_behind_it() -> None:
 
     asyncio.run(run())
     assert closed == [True]
+
+
+def test_the_work_grows_with_the_number_of_deltas_that_are_held() -> None:
+    """A client may ask for chunks of any size."""
+
+    def cost(count: int) -> int:
+        events: list[Event] = [delta(0, sequence) for sequence in range(count)]
+        return lines_run(lambda: asyncio.run(collect(coalesce(replay(events), chunk_tokens=10**6, max_delay=None))))
+
+    few, many = cost(50), cost(500)
+    assert many < 15 * few, f"{few} lines for 50 deltas, {many} for 500"
