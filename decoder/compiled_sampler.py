@@ -92,15 +92,16 @@ class CompiledSampler:
 def _state(sequence: Sequence, vocab_size: int) -> _SlotState:
     request = sequence.request
     sampling: SamplingParams = request.sampling
-    known = {token: bias for token, bias in sampling.logit_bias.items() if token < vocab_size}
-    ends = sorted(token for token in request.eos_token_ids | sampling.stop_token_ids if token < vocab_size)
-    kept = array("q", known), array("q", ends), array("f", known.values())
-    ids, stops, biases = (values.buffer_info()[0] for values in kept)
+    biased, values = sampling.biases
+    postponed = request.eos_token_ids | sampling.stop_token_ids if sampling.min_tokens else frozenset[int]()
+    ends = sorted(token for token in postponed if token < vocab_size)
+    kept = biased, array("q", ends), values
+    ids, stops, biases = (of.buffer_info()[0] for of in kept)
     params = SampleParams(
         temperature=sampling.temperature, top_p=sampling.top_p, min_p=sampling.min_p,
         repetition=sampling.repetition_penalty, presence=sampling.presence_penalty,
         frequency=sampling.frequency_penalty, top_k=sampling.top_k, sample=request.sample_index, seed=sampling.seed,
         logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
-        bias_count=len(known), end_count=len(ends), bias_ids=ids, ends=stops, bias=biases,
+        bias_count=len(biased), end_count=len(ends), bias_ids=ids, ends=stops, bias=biases,
     )  # fmt: skip
     return _SlotState(sequence.held.admission, params, ctypes.addressof(params), kept)

@@ -44,7 +44,9 @@ class Queues:
         limit = self._output_limit(request)
         _check_spans(request)
         level = max(-MAX_LEVEL, min(MAX_LEVEL, request.priority))
-        sequence = Sequence(request, self._arrivals, limit, self.step_number - level * self.options.ageing)
+        rank = self.step_number - level * self.options.ageing
+        # Samples that wait may be 64 for each long prompt, so they have neither ids nor a guide of their own.
+        sequence = Sequence(request, self._arrivals, limit, rank, [] if leader is None else leader.tokens)
         self._arrivals += 1
         if leader is None:
             self._wait(sequence)
@@ -75,6 +77,7 @@ class Queues:
 
     def start(self, sequence: Sequence) -> None:
         """Moves a waiting sequence, which has got its memory, to the running ones."""
+        sequence.start()
         sequence.status, sequence.barrier = Status.RUNNING, 0
         self.waiting.remove(sequence)
         self.running.append(sequence)
@@ -89,7 +92,9 @@ class Queues:
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence, also from its group of samples: the first of its followers then leads the others."""
-        self.ungroup(sequence)
+        if sequence.leader is not None:
+            sequence.leader.followers.remove(sequence)
+            sequence.leader, sequence.status = None, Status.DONE
         if sequence.followers:
             first, *rest = sequence.followers
             first.leader, first.followers, sequence.followers = None, rest, []
@@ -104,7 +109,7 @@ class Queues:
         """Removes a sequence from its group: it no longer waits for its leader to compute the prompt."""
         if follower.leader is not None:
             follower.leader.followers.remove(follower)
-            follower.leader = None
+            follower.leader, follower.tokens = None, list(follower.tokens)
             self._wait(follower)
 
     # -- order ---------------------------------------------------------------------------------------------------------

@@ -236,7 +236,8 @@ def _check_sample(first: DecoderRequest, sample: DecoderRequest, vocab: int) -> 
     only once."""
     _check_ids("eos_token_ids: ", sample.eos_token_ids, vocab)
     _check_ids("stop_token_ids: ", sample.sampling.stop_token_ids, vocab)
-    _check_ids("logit_bias: ", sample.sampling.logit_bias, vocab)
+    if sample is first or sample.sampling is not first.sampling:
+        _check_ids("logit_bias: ", sample.sampling.logit_bias, vocab)
     if sample is not first:
         assert sample.prompt_ids == first.prompt_ids and not sample.output_ids and not first.output_ids
         assert sample.salt == first.salt and sample.pooled == first.pooled

@@ -153,10 +153,10 @@ class Sampler:
         if self._slots[sequence.held.batch_slot].admission != sequence.held.admission:
             params, state = sequence.request.sampling, _SlotState(sequence.held.admission)
             self._slots[sequence.held.batch_slot] = state
-            known = [(token, bias) for token, bias in params.logit_bias.items() if token < self.vocab_size]
-            if known:
-                ids, values = zip(*known, strict=True)
-                state.bias = self._ids(ids), self._floats(list(values))
+            if params.logit_bias:
+                ids, values = params.biases
+                biased, biases = torch.frombuffer(ids, dtype=torch.int64), torch.frombuffer(values, dtype=torch.float32)
+                state.bias = send(biased, self.device), send(biases, self.device)
             if params.min_tokens > 0 and sequence.guide is None:  # with a constraint, its masks forbid the end tokens
                 ends = sequence.request.eos_token_ids | params.stop_token_ids
                 state.ends = self._ids(sorted(token for token in ends if token < self.vocab_size))

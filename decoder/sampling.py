@@ -5,6 +5,7 @@ The draw itself is in `kernels.sample`; `decoder.sampler` holds the state that p
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -124,6 +125,12 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether the draw depends on the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @cached_property
+    def biases(self) -> tuple[array[int], array[float]]:
+        """The ids (int64) and biases (float32) of `logit_bias`, made once for all samples of a prompt: there may be one
+        for each id of the vocabulary."""
+        return array("q", self.logit_bias), array("f", self.logit_bias.values())
 
     @cached_property
     def plain(self) -> bool:

@@ -2,8 +2,9 @@
 
 Writers of each part:
 
-    Sequence        `decoder.queues` (`status`, `leader`, `followers`), the scheduler (`computed`, fields of admission)
-                    and `decoder.answers` (`tokens`, `unread`, `next_span`); its parameters never change
+    Sequence        `decoder.queues` (`status`, `leader`, `followers`, `guide`, and `tokens` of one that has followed),
+                    the scheduler (`computed`, fields of admission) and `decoder.answers` (`tokens`, `unread`,
+                    `next_span`); its parameters never change
     Holding         `decoder.memory`
     Lookup          `decoder.prefix_cache`
     CacheCursor     `decoder.checkpointing`
@@ -117,7 +118,7 @@ class Sequence:
     """
 
     tokens: list[int] = field(default_factory=list)
-    """Prompt and output; the last `unread` of them are `UNREAD`."""
+    """Prompt and output; the last `unread` of them are `UNREAD`. A follower has its leader's list."""
     unread: int = 0
     """Number of tokens that have been drawn and not read."""
     place: int = -1
@@ -149,19 +150,23 @@ class Sequence:
     cursor: CacheCursor = field(default_factory=CacheCursor)
     draft: DraftState = field(default_factory=DraftState)
     guide: Guide | None = None
-    """The guide of a request with a constraint. It has accepted the output tokens that the host knows."""
+    """The guide of a request with a constraint, from its first start on. It has accepted the output tokens that the
+    host knows."""
     plain: bool = field(init=False)
     """Whether its next token is always the one with the largest raw logit, and nothing else is requested."""
     reads_prompt: bool = field(init=False)
     """Whether log-probabilities or hidden states of its prompt are wanted."""
 
     def __post_init__(self) -> None:
-        if self.request.constraint is not None:
-            self.guide = Guide(self.request)
-        self.plain = self.request.sampling.plain and self.guide is None
+        self.plain = self.request.sampling.plain and self.request.constraint is None
         self.reads_prompt = self.request.pooled or self.request.sampling.prompt_logprobs is not None
         if not self.tokens:
             self.tokens = [*self.request.prompt_ids, *self.request.output_ids]
+
+    def start(self) -> None:
+        """Makes its guide, unless it has started before."""
+        if self.request.constraint is not None and self.guide is None:
+            self.guide = Guide(self.request)
 
     @property
     def request_id(self) -> str:

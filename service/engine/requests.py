@@ -173,9 +173,10 @@ class Requests:
         constraint, sampling = self._take_constraint(request), request.sampling
         for name in names:
             leases = self._leases[name]
-            prompt_ids, runs = _lay_out(request, leases)
-            # equal for all samples
-            positions = made[0].positions if made else _positions(self._vision, request, leases, prompt_ids)
+            ids, runs = _lay_out(request, leases)
+            # equal for all samples, which share the memory
+            prompt_ids = made[0].prompt_ids if made else ids
+            positions = made[0].positions if made else _positions(self._vision, request, leases, ids)
             if self._handoff is not None:
                 leases = [part for lease, own in zip(leases, runs) for part in self._handoff.split(lease, own)]
                 self._leases[name] = leases
@@ -194,7 +195,7 @@ class Requests:
                     timeout=request.timeout,
                     checkpoint_at=request.checkpoint_at,
                     positions=positions,
-                    constraint=constraint.copy() if made and constraint is not None else constraint,
+                    constraint=constraint,
                 )
             )
             if sampling.prompt_logprobs is not None:  # the other samples may then start from a cached prefix

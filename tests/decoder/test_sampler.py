@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting import lines_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -33,6 +34,7 @@ def make(request: pytest.FixtureRequest) -> Callable[..., Sampler]:
 def sequence(batch_slot: int, params: SamplingParams, prompt: list[int], output: list[int], **rest: Any) -> Sequence:
     made = Sequence(DecoderRequest(str(batch_slot), prompt, params, output_ids=output, **rest), batch_slot, 100)
     made.held.batch_slot, made.held.admission = batch_slot, batch_slot
+    made.start()
     return made
 
 
@@ -232,3 +234,16 @@ def test_frequencies_follow_probabilities(make: Callable[..., Sampler]) -> None:
             found[choice.token] += 1
     for hits, p in zip(found, torch.softmax(logits[0], -1).tolist(), strict=True):
         assert abs(hits - count * p) < 5 * math.sqrt(count * p * (1 - p))
+
+
+def test_samples_of_one_prompt_read_its_biases_once(make: Callable[..., Sampler]) -> None:
+    """There may be a bias for each id of the vocabulary, and 64 samples that start in one step."""
+
+    def cost(biases: int) -> int:
+        params, sampler = SamplingParams(logit_bias=dict.fromkeys(range(biases), 0.5)), make(VOCAB, 2)
+        first, second = (sequence(index, params, [1, 2], [], sample_index=index) for index in range(2))
+        sampler.sample(torch.zeros(1, VOCAB), [first])
+        return lines_run(sampler.sample, torch.zeros(1, VOCAB), [second])
+
+    few, many = cost(2), cost(VOCAB)
+    assert many == few, f"{few} lines with 2 biases, {many} with {VOCAB}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,6 +101,29 @@ def test_the_prompt_is_scored_once_for_all_samples(running: Running) -> None:
     events = running.wait({*names})
     assert running.engine.query("stats").result(60)["decoder"]["batched_tokens"] < 2 * 70
     assert [len(events[name][0].prompt_scores) for name in names] == [69, 0, 0, 0, 0, 0]
+
+
+def test_samples_share_the_memory_of_a_long_prompt(tmp_path: Path) -> None:
+    """A copy of the ids for each of 64 samples would be hundreds of times what the client has sent."""
+    make_served(tmp_path / "model", vision=False)
+    engine = build_engine(EngineOptions(str(tmp_path / "model"), dtype="float32", threads=1, max_len=1024))
+
+    def size(tokens: int) -> int:
+        names = [f"{tokens}/{index}" for index in range(64)]
+        tracemalloc.start()
+        try:
+            engine._requests.add(EngineRequest(names[0], [5] * tokens, greedy(), siblings=(*names[1:],)))
+            return tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+            for name in names:
+                engine._requests.abort(name)
+
+    try:
+        short, long = size(3), size(1000)
+    finally:
+        engine.close()
+    assert long - short < 4 * 8 * 1000, f"{short} bytes with 3 tokens, {long} with 1000"
 
 
 def test_every_sample_of_a_refused_request_is_told(running: Running) -> None:
