@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import struct
 from array import array
+from bisect import bisect_right
 from hashlib import blake2b
+from operator import attrgetter
 
 from decoder.sequence import Sequence
 
@@ -42,9 +44,12 @@ def _digest(parent: bytes, sequence: Sequence, begin: int, end: int) -> bytes:
     state.update(array("q", sequence.tokens[begin:end]).tobytes())
     if positions is not None and (numbers := positions.uncounted(begin, end)):
         state.update(array("q", [-1, len(numbers), *numbers]).tobytes())  # what follows never begins with -1
-    for span in sequence.request.spans:
+    spans = sequence.request.spans
+    for index in range(bisect_right(spans, begin, key=attrgetter("end")), len(spans)):
+        span = spans[index]
         first, last = max(begin, span.start), min(end, span.end)
-        if first < last:
-            state.update(struct.pack("<qqqq", first - begin, first - span.start, last - span.start, len(span.key)))
-            state.update(span.key)
+        if first >= last:
+            break
+        state.update(struct.pack("<qqqq", first - begin, first - span.start, last - span.start, len(span.key)))
+        state.update(span.key)
     return state.digest()

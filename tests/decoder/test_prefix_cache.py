@@ -15,6 +15,7 @@ from tiny_decoder import FakeSource, greedy_params, make_runner, random_weights,
 
 from decoder.arena import ArenaLayout
 from decoder.config import DecoderConfig, DecoderOptions
+from decoder.prefix_keys import key_at
 from decoder.request import DecoderRequest, EmbeddingSource, TokenEvent
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
@@ -121,6 +122,22 @@ def test_a_long_prefix_is_looked_up_again_in_few_steps(pattern: str) -> None:
 
     few, many = cost(10), cost(600)
     assert many <= 5 * few, f"{few} lines with 10 pages, {many} with 600"
+
+
+def test_the_key_of_a_page_takes_the_same_work_however_many_images_there_are() -> None:
+    """A long video has hundreds of temporal patches, and its prompt thousands of pages."""
+
+    def cost(images: int) -> int:
+        prompt, spans = list[int](), list[EmbeddingSource]()
+        for number in range(images):
+            spans.append(FakeSource(len(prompt), 3, b"%d" % number))
+            prompt += [1, 1, 1, 2]
+        sequence = Waiting(request("a", prompt, spans=spans), arrival=0, limit=1)
+        key_at(sequence, 4 * (images - 2), 4)
+        return lines_run(key_at, sequence, 4 * (images - 1), 4)
+
+    few, many = cost(3), cost(300)
+    assert many == few, f"{few} lines with 3 images, {many} with 300"
 
 
 def test_a_whole_prompt_is_never_a_hit() -> None:
