@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -114,8 +115,9 @@ def torch_imports() -> Iterator[None]:
     """For the imports of torch and a model's modules in a process of the server's own.
 
     Objects created inside the context live as long as the process, so the garbage collector is off meanwhile and never
-    examines them later. Collections would take a sixth of the time that the imports take. Torch does not load
-    META_FUNCTIONS, which takes a fifth of it and 18 MiB, unless it is imported after the context."""
+    examines them later. Collections would take a sixth of the time that the imports take. A torch for CPUs does not
+    load META_FUNCTIONS, which takes a fifth of it and 18 MiB, unless it is imported after the context; without it
+    `torch.Generator` does not work, which torch for GPUs may need."""
     collecting = gc.isenabled()
     gc.disable()
     empty = ModuleType(META_FUNCTIONS)
@@ -125,6 +127,9 @@ def torch_imports() -> Iterator[None]:
     finally:
         if sys.modules[META_FUNCTIONS] is empty:
             del sys.modules[META_FUNCTIONS]
+            torch: Any = sys.modules.get("torch")
+            if torch is not None and (torch.version.cuda or torch.version.hip):
+                importlib.import_module(META_FUNCTIONS)
         gc.freeze()
         if collecting:
             gc.enable()

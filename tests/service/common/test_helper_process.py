@@ -79,6 +79,17 @@ def test_torch_s_functions_for_tensors_without_data_are_imported_after_it_only(
     assert META_FUNCTIONS not in sys.modules
 
 
+def test_torch_for_gpus_is_imported_whole() -> None:
+    program = """
+from service.common.helper_process import torch_imports
+with torch_imports():
+    import torch
+    torch.version.cuda = "13.0"
+print(torch.Generator())
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 def test_a_helper_is_started_again_after_any_number_of_failures() -> None:
     pauses = [restart_pause(failures) for failures in (0, 1, 2, 100, 2000)]
     assert pauses == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE]
