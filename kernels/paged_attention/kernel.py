@@ -144,6 +144,7 @@ def _launch(
     skip: int = 0,
     window: int | None = None,
 ) -> Tensor:
+    """Launches `attend`, and `merge` if there are splits. Returns `[T, Q, P]` in the dtype of `q`."""
     tokens, heads, width = q_TQP.shape
     out_TQP = torch.empty(tokens, heads, width, dtype=q_TQP.dtype, device=q_TQP.device)
     rows = lengths_R.shape[0]
@@ -163,7 +164,6 @@ def _launch(
     if parts > 1:
         part = torch.empty(parts, tokens, heads, width, dtype=torch.float32, device=q_TQP.device)
         lse = torch.empty(parts, tokens, heads, dtype=torch.float32, device=q_TQP.device)
-    block_p = max(triton.next_power_of_2(width), 16)
     blocks = tokens if decode else tokens // per_block + rows + 1
     launch(
         attend,
@@ -183,26 +183,14 @@ def _launch(
         tokens=tokens,
         skip=skip,
         scale=scale * LOG2_E,  # the softmax is one of powers of 2
-        q_token=q_TQP.stride(0),
-        q_head=q_TQP.stride(1),
-        k_token=k_TKP.stride(0),
-        k_head=k_TKP.stride(1),
-        v_token=v_TKP.stride(0),
-        v_head=v_TKP.stride(1),
-        pool_page=pool_B2SKP.stride(0),
-        pool_side=pool_B2SKP.stride(1),
-        pool_place=pool_B2SKP.stride(2),
-        pool_head=pool_B2SKP.stride(3),
-        table_row=tables_RW.stride(0),
-        out_token=out_TQP.stride(0),
-        out_head=out_TQP.stride(1),
+        **_strides(q_TQP, k_TKP, v_TKP, pool_B2SKP, tables_RW, out_TQP),
         HEADS=heads,
         SIZE=pool_B2SKP.shape[2],
         P=width,
         GROUP=group,
         BLOCK_M=block_m,
         BLOCK_N=chosen.keys,
-        BLOCK_P=block_p,
+        BLOCK_P=_block_p(width),
         BLOCK_W=triton.next_power_of_2(per_block),
         SPLITS=parts,
         SPLIT=SPLIT_KEYS,
@@ -216,20 +204,52 @@ def _launch(
         num_stages=chosen.stages,
     )
     if parts > 1:
-        launch(
-            merge,
-            (tokens, heads),
-            p_part=part,
-            p_lse=lse,
-            p_out=out_TQP,
-            tokens=tokens,
-            out_token=out_TQP.stride(0),
-            out_head=out_TQP.stride(1),
-            HEADS=heads,
-            P=width,
-            BLOCK_P=block_p,
-            SPLITS=parts,
-            BLOCK_L=parts,
-            num_warps=4,
-        )
+        _merge(part, lse, out_TQP)
     return out_TQP
+
+
+def _strides(
+    q_TQP: Tensor, k_TKP: Tensor, v_TKP: Tensor, pool_B2SKP: Tensor, tables_RW: Tensor, out_TQP: Tensor
+) -> dict[str, int]:
+    """Arguments of `attend`, in elements."""
+    return {
+        "q_token": q_TQP.stride(0),
+        "q_head": q_TQP.stride(1),
+        "k_token": k_TKP.stride(0),
+        "k_head": k_TKP.stride(1),
+        "v_token": v_TKP.stride(0),
+        "v_head": v_TKP.stride(1),
+        "pool_page": pool_B2SKP.stride(0),
+        "pool_side": pool_B2SKP.stride(1),
+        "pool_place": pool_B2SKP.stride(2),
+        "pool_head": pool_B2SKP.stride(3),
+        "table_row": tables_RW.stride(0),
+        "out_token": out_TQP.stride(0),
+        "out_head": out_TQP.stride(1),
+    }
+
+
+def _merge(part_LTQP: Tensor, lse_LTQ: Tensor, out_TQP: Tensor) -> None:
+    """Writes the splits' attention, weighted with their totals (base 2), to `out`."""
+    parts, tokens, heads, width = part_LTQP.shape
+    launch(
+        merge,
+        (tokens, heads),
+        p_part=part_LTQP,
+        p_lse=lse_LTQ,
+        p_out=out_TQP,
+        tokens=tokens,
+        out_token=out_TQP.stride(0),
+        out_head=out_TQP.stride(1),
+        HEADS=heads,
+        P=width,
+        BLOCK_P=_block_p(width),
+        SPLITS=parts,
+        BLOCK_L=parts,
+        num_warps=4,
+    )
+
+
+def _block_p(width: int) -> int:
+    """The numbers of a head that a program reads."""
+    return max(triton.next_power_of_2(width), 16)
