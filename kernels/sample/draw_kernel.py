@@ -24,8 +24,10 @@ from kernels.sample.row_kernel import (
 
 
 @triton.jit
-def _read(p_entries, row, o, n, listed, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(keys, ids) of the values at `o`: of the list's entries, or of the whole row's logits if it is not `listed`."""
+def _read(values, o, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(keys, ids) of the values at `o`. `values`: the list's entries, the row's logits (first arguments of
+    `scaled_logits`), the number of values, and whether they are those in the list or all of the row."""
+    p_entries, row, n, listed = values
     if listed:
         entry = tl.load(p_entries + o, mask=o < n, other=0)
         key, ids = (entry >> 32).to(tl.int32), entry.to(tl.int32)
@@ -37,10 +39,7 @@ def _read(p_entries, row, o, n, listed, MASKED: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def _cut(  # type: ignore[no-untyped-def]
-    p_entries,
-    row,
-    n,
-    listed,
+    values,
     scale,
     bin,
     least,
@@ -51,12 +50,13 @@ def _cut(  # type: ignore[no-untyped-def]
 ):
     """In one bin: (largest key such that the values with at least this key number at least `least` and weigh at least
     `goal`, number of values with larger keys, their total weight, weight of one value with this key)."""
+    n = values[2]
     top, per_unit = scale
     smallest = tl.full([BLOCK], (1 << 31) - 1, tl.int32)
     largest = tl.full([BLOCK], -(1 << 31), tl.int32)
     for i in range(0, n, BLOCK):
         o = i + tl.arange(0, BLOCK)
-        key, _ = _read(p_entries, row, o, n, listed, MASKED)
+        key, _ = _read(values, o, MASKED)
         x = value_of(key)
         m = (o < n) & (bin_of(x, top, per_unit, BINS) == bin) & (weight_of(x, top) > 0)
         smallest = tl.where(m, tl.minimum(smallest, key), smallest)
@@ -72,7 +72,7 @@ def _cut(  # type: ignore[no-untyped-def]
         masses = tl.zeros([BLOCK], tl.int64)
         for i in range(0, n, BLOCK):
             o = i + tl.arange(0, BLOCK)
-            key, _ = _read(p_entries, row, o, n, listed, MASKED)
+            key, _ = _read(values, o, MASKED)
             m = (o < n) & (key >= middle) & (key < end)
             counts += m.to(tl.int64)
             masses += tl.where(m, weight_of(value_of(key), top), 0)
@@ -86,6 +86,55 @@ def _cut(  # type: ignore[no-untyped-def]
             mass_above = mass
     key = low.to(tl.int32)
     return key, above, mass_above, tl.maximum(weight_of(value_of(key), top), 1)
+
+
+@triton.jit
+def _kept(  # type: ignore[no-untyped-def]
+    values, scale, p_counts, o_bins, ends, top_k, top_p, MASKED: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr
+):
+    """Weight of the tokens that top-k and top-p keep. `ends`: cumulative weights of the row's bins `o_bins`."""
+    one = tl.full([], 1, tl.int64)
+    mass = tl.max(ends, 0)
+    if top_k > 0:
+        counts = tl.cumsum(tl.load(p_counts + o_bins), 0)
+        bin, number = sums_before(counts, top_k)
+        if bin < BINS:
+            before = tl.max(tl.where(counts < top_k, ends, 0), 0)
+            wanted = top_k - number
+            _, above, mass_above, weight = _cut(values, scale, bin, wanted, one, MASKED, BLOCK, BINS)
+            mass = before + mass_above + (wanted - above) * weight
+    kept = mass
+    if top_p < 1.0:
+        goal = goal_of(top_p, mass)
+        bin, before = sums_before(ends, goal)
+        _, _, mass_above, weight = _cut(values, scale, bin, one, goal - before, MASKED, BLOCK, BINS)
+        reached = (goal - before - mass_above + weight - 1) // weight
+        kept = tl.minimum(kept, before + mass_above + reached * weight)
+    return kept
+
+
+@triton.jit
+def _find(  # type: ignore[no-untyped-def]
+    values, key, index, vocab, MASKED: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr
+):
+    """Of the tokens with this key, the one with `index` lower ids. The list is not in the order of ids, so these tokens
+    are counted by block."""
+    n = values[2]
+    equal = tl.zeros([N], tl.int32)
+    for i in range(0, n, TILE):
+        o = i + tl.arange(0, TILE)
+        keys, ids = _read(values, o, MASKED)
+        equal += tl.histogram(ids // BLOCK, N, mask=(o < n) & (keys == key))
+    block, passed = sums_before(tl.cumsum(equal, 0), index + 1)
+    token = tl.full([], 0, tl.int32) + vocab
+    for i in range(0, n, TILE):
+        o = i + tl.arange(0, TILE)
+        keys, ids = _read(values, o, MASKED)
+        m = (o < n) & (keys == key) & (ids // BLOCK == block)
+        ranks = passed + tl.cumsum(m.to(tl.int32), 0)
+        token = tl.minimum(token, tl.min(tl.where(m & (ranks > index), ids, vocab), 0))
+        passed = tl.max(ranks, 0)
+    return token
 
 
 @triton.jit(do_not_specialize_on_alignment=OF_ROWS)
@@ -154,47 +203,14 @@ def draw(  # type: ignore[no-untyped-def]
     n = tl.where(listed, n, vocab)
     p_entries += i_row * ENTRIES
     scale = (top, bins_per_unit(p_smallest, i_row, blocks, top, N, BINS))
-    row = (p_row, p_bits, masked, temperature)
+    values = (p_entries, (p_row, p_bits, masked, temperature), n, listed)
     o_bins = i_row * BINS + tl.arange(0, BINS)
     ends = tl.cumsum(tl.load(p_masses + o_bins), 0)
-    one = tl.full([], 1, tl.int64)
-    mass = tl.max(ends, 0)
-    if top_k > 0:
-        counts = tl.cumsum(tl.load(p_counts + o_bins), 0)
-        bin, number = sums_before(counts, top_k)
-        if bin < BINS:
-            before = tl.max(tl.where(counts < top_k, ends, 0), 0)
-            wanted = top_k - number
-            _, above, mass_above, weight = _cut(p_entries, row, n, listed, scale, bin, wanted, one, MASKED, TILE, BINS)
-            mass = before + mass_above + (wanted - above) * weight
-    kept = mass
-    if top_p < 1.0:
-        goal = goal_of(top_p, mass)
-        bin, before = sums_before(ends, goal)
-        _, _, mass_above, weight = _cut(p_entries, row, n, listed, scale, bin, one, goal - before, MASKED, TILE, BINS)
-        reached = (goal - before - mass_above + weight - 1) // weight
-        kept = tl.minimum(kept, before + mass_above + reached * weight)
-    kept = tl.minimum(kept, total)
-    target = target_of(uniform, kept)
+    kept = _kept(values, scale, p_counts, o_bins, ends, top_k, top_p, MASKED, TILE, BINS)
+    target = target_of(uniform, tl.minimum(kept, total))
     bin, before = sums_before(ends, target + 1)
-    key, _, mass_above, weight = _cut(
-        p_entries, row, n, listed, scale, bin, one, target + 1 - before, MASKED, TILE, BINS
-    )
-    # Of the tokens with this key, the drawn one has `index` with lower ids. The list is not in the order of ids, so
-    # these tokens are counted by block.
+    one = tl.full([], 1, tl.int64)
+    key, _, mass_above, weight = _cut(values, scale, bin, one, target + 1 - before, MASKED, TILE, BINS)
     index = ((target - before - mass_above) // weight).to(tl.int32)
-    equal = tl.zeros([N], tl.int32)
-    for i in range(0, n, TILE):
-        o = i + tl.arange(0, TILE)
-        keys, ids = _read(p_entries, row, o, n, listed, MASKED)
-        equal += tl.histogram(ids // BLOCK, N, mask=(o < n) & (keys == key))
-    block, passed = sums_before(tl.cumsum(equal, 0), index + 1)
-    token = tl.full([], 0, tl.int32) + vocab
-    for i in range(0, n, TILE):
-        o = i + tl.arange(0, TILE)
-        keys, ids = _read(p_entries, row, o, n, listed, MASKED)
-        m = (o < n) & (keys == key) & (ids // BLOCK == block)
-        ranks = passed + tl.cumsum(m.to(tl.int32), 0)
-        token = tl.minimum(token, tl.min(tl.where(m & (ranks > index), ids, vocab), 0))
-        passed = tl.max(ranks, 0)
+    token = _find(values, key, index, vocab, MASKED, BLOCK, N, TILE)
     tl.store(p_out + i_row, tl.minimum(token, vocab - 1).to(tl.int64))

@@ -6,6 +6,8 @@ the order of summation cannot change a draw.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -63,76 +65,50 @@ def sample(logits_RV: Tensor, params: RowParams) -> Tensor:
     assert logits_RV.stride(1) == 1 and (masks is None or masks.words_GW.is_contiguous())
     device = logits_RV.device
     blocks = triton.cdiv(vocab, BLOCK)
-    padded = max(64, triton.next_power_of_2(blocks))  # one bin of a histogram for each thread of a warp, or more
     out = torch.empty(rows, dtype=torch.int64, device=device)
-    largest, smallest = (torch.empty(rows, blocks, dtype=torch.float32, device=device) for _ in range(2))
-    first = torch.empty(rows, blocks, dtype=torch.int32, device=device)
-    sums = torch.empty(rows, blocks, dtype=torch.int64, device=device)
-    masses, counts = (torch.empty(rows, BINS, dtype=torch.int64, device=device) for _ in range(2))
     listed = torch.empty(rows, dtype=torch.int32, device=device)
-    entries = torch.empty(rows, ENTRIES, dtype=torch.int64, device=device)
-    row = {
+    given = {
         "p_logits": logits_RV,
         "p_temperature": params.temperature_R,
         "p_top_k": params.top_k_R,
         "p_top_p": params.top_p_R,
         "p_min_p": params.min_p_R,
+        "p_seeds": params.seeds_R,
+        "p_samples": params.samples_R,
+        "p_positions": params.positions_R,
         "p_words": listed if masks is None else masks.words_GW,
         "p_masks": params.positions_R if masks is None else masks.index_R,
+        "p_largest": torch.empty(rows, blocks, dtype=torch.float32, device=device),
+        "p_smallest": torch.empty(rows, blocks, dtype=torch.float32, device=device),
+        "p_first": torch.empty(rows, blocks, dtype=torch.int32, device=device),
+        "p_sums": torch.empty(rows, blocks, dtype=torch.int64, device=device),
+        "p_masses": torch.empty(rows, BINS, dtype=torch.int64, device=device),
+        "p_counts": torch.empty(rows, BINS, dtype=torch.int64, device=device),
+        "p_listed": listed,
+        "p_entries": torch.empty(rows, ENTRIES, dtype=torch.int64, device=device),
+        "p_out": out,
         "logits_row": logits_RV.stride(0),
         "words_row": 0 if masks is None else masks.words_GW.stride(0),
         "vocab": vocab,
+        "blocks": blocks,
         "MASKED": masks is not None,
         "BLOCK": BLOCK,
+        "N": max(64, triton.next_power_of_2(blocks)),  # one bin of a histogram for each thread of a warp, or more
         "BINS": BINS,
+        "ENTRIES": ENTRIES,
+        "SPAN": SPAN,
+        "TILE": TILE,
     }
-    counter = {"p_seeds": params.seeds_R, "p_samples": params.samples_R, "p_positions": params.positions_R}
-    bounds = {"p_largest": largest, "p_smallest": smallest}
-    weights = {"p_sums": sums, "p_masses": masses, "p_counts": counts}
-    size = {"blocks": blocks, "N": padded}
-    launch(
-        extremes,
-        (blocks, rows),
-        **row,
-        **bounds,
-        p_first=first,
-        p_masses=masses,
-        p_counts=counts,
-        p_listed=listed,
-        num_warps=WARPS,
-    )
-    launch(weigh, (blocks, rows), **row, **bounds, **weights, **size, num_warps=WARPS)
-    launch(
-        collect,
-        (triton.cdiv(blocks, SPAN), rows),
-        **row,
-        **counter,
-        **bounds,
-        **weights,
-        **size,
-        p_listed=listed,
-        p_entries=entries,
-        ENTRIES=ENTRIES,
-        SPAN=SPAN,
-        num_warps=WARPS,
-    )
-    launch(
-        draw,
-        (rows,),
-        **row,
-        **counter,
-        **bounds,
-        **weights,
-        **size,
-        p_first=first,
-        p_listed=listed,
-        p_entries=entries,
-        p_out=out,
-        ENTRIES=ENTRIES,
-        TILE=TILE,
-        num_warps=DRAW_WARPS,
-    )
+    _launch(extremes, (blocks, rows), given, WARPS)
+    _launch(weigh, (blocks, rows), given, WARPS)
+    _launch(collect, (triton.cdiv(blocks, SPAN), rows), given, WARPS)
+    _launch(draw, (rows,), given, DRAW_WARPS)
     return out
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], warps: int) -> None:
+    """Launches a kernel with those of the arguments that it has."""
+    launch(kernel, grid, **{name: given[name] for name in kernel.arg_names}, num_warps=warps)
 
 
 def accept_drafts(tokens_RT: Tensor, drafts_RK: Tensor, counts_R: Tensor) -> Tensor:
