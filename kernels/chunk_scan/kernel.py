@@ -10,7 +10,7 @@ without the interruption.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -265,68 +265,58 @@ def chunk_scan(
     assert x_THP.stride()[1:] == (width, 1) and B_TGN.stride()[1:] == (state, 1) == C_TGN.stride()[1:]
     assert dt_TH.stride(1) == 1 and x_THP.dtype == B_TGN.dtype == C_TGN.dtype
     out = torch.empty(tokens, heads, width, dtype=x_THP.dtype, device=x_THP.device)
-    blocks = {
+    entries, block_l = tables.chunks_C4.shape[0], max(16, triton.next_power_of_2(tables.chunk_size))
+    before = torch.empty(entries, heads, state, width, dtype=x_THP.dtype, device=x_THP.device)
+    shared = {
+        "p_rows": tables.chunks_R1,
+        "p_chunks": tables.chunks_C4,
+        "p_x": x_THP,
+        "p_dt": dt_TH,
+        "p_A": A_H,
+        "p_B": B_TGN,
+        "p_before": before,
+        "x_stride": x_THP.stride(0),
+        "dt_stride": dt_TH.stride(0),
+        "b_stride": B_TGN.stride(0),
         "SCALE": LOG2_E,
         "HEADS": heads,
         "WIDTH": width,
         "STATE": state,
         "HEADS_OF_GROUP": heads // groups,
-        "BLOCK_L": max(16, triton.next_power_of_2(tables.chunk_size)),
+        "BLOCK_L": block_l,
         "BLOCK_N": max(16, triton.next_power_of_2(state)),
     }
-    entries = tables.chunks_C4.shape[0]
-    before = torch.empty(entries, heads, state, width, dtype=x_THP.dtype, device=x_THP.device)
-    configuration = by_architecture(STATES[x_THP.element_size()], x_THP.device)
-    block_p = max(16, min(triton.next_power_of_2(width), configuration.channels))
-    launch(
-        _states_kernel,
-        (heads * triton.cdiv(width, block_p), slots_R.shape[0]),
-        p_pool=pool_SHPN,
-        p_slots=slots_R,
-        p_initial=has_initial_R,
-        p_rows=tables.chunks_R1,
-        p_chunks=tables.chunks_C4,
-        p_x=x_THP,
-        p_dt=dt_TH,
-        p_A=A_H,
-        p_B=B_TGN,
-        p_before=before,
-        slot_stride=pool_SHPN.stride(0),
-        x_stride=x_THP.stride(0),
-        dt_stride=dt_TH.stride(0),
-        b_stride=B_TGN.stride(0),
-        **blocks,
-        BLOCK_P=block_p,
-        num_warps=configuration.warps,
-        num_stages=configuration.stages,
-    )
-    configuration = by_architecture(OUTPUTS[x_THP.element_size()], x_THP.device)
-    block_p = max(16, min(triton.next_power_of_2(width), configuration.channels))
-    block_m = min(BLOCK_TOKENS, blocks["BLOCK_L"])
-    launch(
-        _outputs_kernel,
-        (heads * triton.cdiv(width, block_p), entries, blocks["BLOCK_L"] // block_m),
-        p_rows=tables.chunks_R1,
-        p_chunks=tables.chunks_C4,
-        p_before=before,
-        p_x=x_THP,
-        p_dt=dt_TH,
-        p_A=A_H,
-        p_B=B_TGN,
-        p_C=C_TGN,
-        p_D=D_H,
-        p_out=out,
-        tokens=tokens,
-        rows=tables.rows,
-        x_stride=x_THP.stride(0),
-        dt_stride=dt_TH.stride(0),
-        b_stride=B_TGN.stride(0),
-        c_stride=C_TGN.stride(0),
-        **blocks,
-        BLOCK_M=block_m,
-        FENCES=needs_fences(x_THP.dtype, x_THP.device),
-        BLOCK_P=block_p,
-        num_warps=configuration.warps,
-        num_stages=configuration.stages,
-    )
+    _launch(
+        _states_kernel, STATES, shared, (slots_R.shape[0],), x_THP,
+        p_pool=pool_SHPN, p_slots=slots_R, p_initial=has_initial_R, slot_stride=pool_SHPN.stride(0),
+    )  # fmt: skip
+    block_m = min(BLOCK_TOKENS, block_l)
+    _launch(
+        _outputs_kernel, OUTPUTS, shared, (entries, block_l // block_m), x_THP,
+        p_C=C_TGN, p_D=D_H, p_out=out, tokens=tokens, rows=tables.rows, c_stride=C_TGN.stride(0),
+        BLOCK_M=block_m, FENCES=needs_fences(x_THP.dtype, x_THP.device),
+    )  # fmt: skip
     return out
+
+
+def _launch(
+    kernel: Any,
+    table: dict[int, dict[str, Configuration]],
+    shared: dict[str, Any],
+    grid: tuple[int, ...],
+    x_THP: Tensor,
+    **given: Any,
+) -> None:
+    """`grid`: the dimensions behind that of the heads, whose channels are divided among programs."""
+    configuration = by_architecture(table[x_THP.element_size()], x_THP.device)
+    heads, width = x_THP.shape[1:]
+    block_p = max(16, min(triton.next_power_of_2(width), configuration.channels))
+    launch(
+        kernel,
+        (heads * triton.cdiv(width, block_p), *grid),
+        **shared,
+        **given,
+        BLOCK_P=block_p,
+        num_warps=configuration.warps,
+        num_stages=configuration.stages,
+    )
