@@ -26,6 +26,28 @@ TILES = {
 TILE_FLOAT32 = Tile(32, 32, 4, 2)
 
 
+@triton.jit
+def _load_rows(p_rows, m_n, o_d, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[N, d]: features `o_d` of the rows [N, 1]; zeros outside of `m_n` and D."""
+    return tl.load(p_rows + o_d[None, :], mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_columns(p_columns, m_n, o_d, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[d, N]: features `o_d` of the columns [1, N]; zeros outside of `m_n` and D."""
+    return tl.load(p_columns + o_d[:, None], mask=m_n[None, :] & (o_d < D)[:, None], other=0.0)
+
+
+@triton.jit
+def _weigh(scores, top, total):  # type: ignore[no-untyped-def]
+    """One step of the running softmax: (weights of a block's keys, what is left of earlier sums, largest score so far,
+    sum of the weights). Scores are base 2; every block of a sequence has a key, so the largest one is never -inf."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_top[:, None])
+    decay = tl.exp2(top - new_top)
+    return weights, decay, new_top, total * decay + tl.sum(weights, 1)
+
+
 @triton.jit(do_not_specialize=["sequences"])
 def _varlen(  # type: ignore[no-untyped-def]
     p_q,  # [R, H, D]
@@ -68,16 +90,15 @@ def _varlen(  # type: ignore[no-untyped-def]
     o_d = tl.arange(0, MAIN)
     m_m = o_m < length
     o_row = (begin + o_m).to(tl.int64)
-    p_q_head = p_q + i_head * q_head + (o_row * q_row)[:, None]
+    p_q_rows = p_q + i_head * q_head + (o_row * q_row)[:, None]
     p_k_head = p_k + i_head // GROUP * k_head
     p_v_head = p_v + i_head // GROUP * v_head
-    q = tl.load(p_q_head + o_d[None, :], mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
+    q = _load_rows(p_q_rows, m_m, o_d, D)
     acc = tl.zeros([BLOCK_M, MAIN], tl.float32)
     # A head of 80 is 64 + 16: with one block of 128 a third of the products would be with zeros.
     if REST > 0:
         o_e = MAIN + tl.arange(0, REST)
-        m_e = o_e < D
-        q_rest = tl.load(p_q_head + o_e[None, :], mask=m_m[:, None] & m_e[None, :], other=0.0)
+        q_rest = _load_rows(p_q_rows, m_m, o_e, D)
         acc_rest = tl.zeros([BLOCK_M, REST], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -85,34 +106,24 @@ def _varlen(  # type: ignore[no-untyped-def]
         o_key = i * BLOCK_N + o_n
         m_n = o_key < length
         at = (begin + o_key).to(tl.int64)
-        m_k = m_n[None, :] & (o_d < D)[:, None]
-        k = tl.load(p_k_head + (at * k_row)[None, :] + o_d[:, None], mask=m_k, other=0.0)
+        k = _load_columns(p_k_head + (at * k_row)[None, :], m_n, o_d, D)
         scores = tl.dot(q, k, input_precision="ieee")
         if REST > 0:
-            k_rest = tl.load(
-                p_k_head + (at * k_row)[None, :] + o_e[:, None], mask=m_n[None, :] & m_e[:, None], other=0.0
-            )
+            k_rest = _load_columns(p_k_head + (at * k_row)[None, :], m_n, o_e, D)
             scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
         scores = tl.where(m_n[None, :], scores * scale, float("-inf"))
-        # Every block of a sequence has a key, so the largest score is never -inf.
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, 1)
-        top = new_top
-        m_v = m_n[:, None] & (o_d < D)[None, :]
-        v = tl.load(p_v_head + (at * v_row)[:, None] + o_d[None, :], mask=m_v, other=0.0)
+        weights, decay, top, total = _weigh(scores, top, total)
+        v = _load_rows(p_v_head + (at * v_row)[:, None], m_n, o_d, D)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         if REST > 0:
-            v_rest = tl.load(
-                p_v_head + (at * v_row)[:, None] + o_e[None, :], mask=m_n[:, None] & m_e[None, :], other=0.0
-            )
+            v_rest = _load_rows(p_v_head + (at * v_row)[:, None], m_n, o_e, D)
             acc_rest = tl.dot(weights.to(v.dtype), v_rest, acc_rest * decay[:, None], input_precision="ieee")
     p_o = p_out + i_head * out_head + (o_row * out_row)[:, None]
     out_type = p_out.dtype.element_ty
     tl.store(p_o + o_d[None, :], (acc / total[:, None]).to(out_type), mask=m_m[:, None] & (o_d < D)[None, :])
     if REST > 0:
-        tl.store(p_o + o_e[None, :], (acc_rest / total[:, None]).to(out_type), mask=m_m[:, None] & m_e[None, :])
+        m_rest = m_m[:, None] & (o_e < D)[None, :]
+        tl.store(p_o + o_e[None, :], (acc_rest / total[:, None]).to(out_type), mask=m_rest)
 
 
 def head_parts(width: int) -> tuple[int, int]:
