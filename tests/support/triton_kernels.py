@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.language import semantic
 from triton.runtime import interpreter
@@ -28,8 +29,17 @@ are approximated, so a kernel in float32 may be less exact than torch by chance.
 
 
 def _mend() -> None:
-    import triton.language as tl
+    _mend_bfloat16()
+    _mend_loops()
+    # Sums and products of integers were computed four times over for an assertion that only a debug build makes.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    _patch_once()
+    _share_types()
+    _convert_less()
 
+
+def _mend_bfloat16() -> None:
+    """Conversions from float32 round, and products are those of the numbers."""
     convert, builder = interpreter._convert_float, interpreter.InterpreterBuilder
     dot = builder.create_dot
 
@@ -50,12 +60,21 @@ def _mend() -> None:
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return dot(self, widened(a), widened(b), *rest)
 
+    interpreter._convert_float, builder.create_dot = convert_float, create_dot
+
+
+def _mend_loops() -> None:
+    """Loops end at loaded numbers."""
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+def _patch_once() -> None:
     patch_language, patched, seen = interpreter._patch_lang, set(), set()
 
     def patch_lang(function: Any) -> Any:
@@ -69,6 +88,15 @@ def _mend() -> None:
                 patched.update(modules)
         return interpreter._LangPatchScope()
 
+    interpreter._patch_lang = patch_lang
+
+
+def _share_types() -> None:
+    """Equal types and shapes are one object: most of the interpreter's time went into making and comparing them."""
+    block_type, block_init = tl.core.block_type, tl.core.block_type.__init__
+    blocks: dict[Any, Any] = {}
+    np_type, np_types = interpreter._get_np_dtype, {}
+
     def tensor_init(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = shape_of(type.sizes)
@@ -77,11 +105,7 @@ def _mend() -> None:
     def shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
         return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
 
-    block_type, block_init = tl.core.block_type, tl.core.block_type.__init__
-    blocks: dict[Any, Any] = {}
-
     def block_type_new(cls: Any, element_ty: Any, shape: Any) -> Any:
-        """The same object for equal types."""
         given = shape.value if isinstance(shape, tl.constexpr) else shape
         sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in given])
         key = cls, element_ty.name, sizes
@@ -91,6 +115,23 @@ def _mend() -> None:
             made.sizes = sizes
         return blocks[key]
 
+    def get_np_dtype(of: Any) -> Any:
+        name = of.scalar.name
+        if name not in np_types:
+            np_types[name] = np_type(of)
+        return np_types[name]
+
+    tl.core.dtype.sizes = ()
+    tl.tensor.__init__ = tensor_init
+    block_type.__new__, block_type.__init__ = block_type_new, lambda *_: None
+    interpreter._get_np_dtype = get_np_dtype
+
+
+def _convert_less() -> None:
+    """Most operands have the same type, or are numbers beside others and pointers beside integers. Those are not
+    converted, and blocks keep their values as they are, since NumPy's operations repeat them."""
+    check = semantic.TritonSemantic.binary_op_type_checking_impl
+    common, block_type = functools.cache(np.broadcast_shapes), tl.core.block_type
     constants: dict[tuple[str, float], Any] = {}
 
     def converted(self: Any, value: Any, like: Any) -> Any:
@@ -106,17 +147,11 @@ def _mend() -> None:
             constants[dtype.name, value] = self.scalar_constant(value, dtype)
         return constants[dtype.name, value] if fits else None
 
-    common = functools.cache(np.broadcast_shapes)
-
     def shaped(operand: Any, sizes: tuple[int, ...]) -> Any:
-        """With the type of a block. The values stay as they are, since NumPy's operations repeat them."""
         same = operand.type.sizes == sizes
         return operand if same else tl.tensor(operand.handle, block_type(operand.dtype, sizes))
 
-    check = semantic.TritonSemantic.binary_op_type_checking_impl
-
     def check_types(self: Any, lhs: Any, rhs: Any, *given: bool) -> Any:
-        """Most operands have the same type, or are numbers beside others and pointers beside integers."""
         left, right = converted(self, lhs, rhs), converted(self, rhs, lhs)
         if left is None or right is None:
             return check(self, lhs, rhs, *given)
@@ -130,24 +165,7 @@ def _mend() -> None:
         sizes = common(left.type.sizes, right.type.sizes)
         return shaped(left, sizes), shaped(right, sizes)
 
-    np_type, np_types = interpreter._get_np_dtype, {}
-
-    def get_np_dtype(of: Any) -> Any:
-        name = of.scalar.name
-        if name not in np_types:
-            np_types[name] = np_type(of)
-        return np_types[name]
-
-    # Sums and products of integers were computed four times over for an assertion that only a debug build makes.
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
-    # Types and shapes are values, and most of the interpreter's time went into making equal ones and comparing them.
-    tl.core.dtype.sizes = ()
     semantic.TritonSemantic.binary_op_type_checking_impl = check_types
-    tl.tensor.__init__ = tensor_init
-    block_type.__new__, block_type.__init__ = block_type_new, lambda *_: None
-    interpreter._get_np_dtype = get_np_dtype
-    interpreter._convert_float, builder.create_dot = convert_float, create_dot
-    interpreter._patch_lang_tensor, interpreter._patch_lang = patch_lang_tensor, patch_lang
 
 
 if not torch.cuda.is_available():
