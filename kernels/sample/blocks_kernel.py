@@ -110,6 +110,32 @@ def weigh(  # type: ignore[no-untyped-def]
             tl.atomic_add(p_counts + o_bins, tl.full([BLOCK], 1, tl.int64), mask=weight > 0, sem="relaxed")
 
 
+@triton.jit
+def _bounds(p_counts, o_bins, ends, top_k, top_p, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(bin of the last token that top-k keeps, first and last bin that may contain the last one that top-p keeps, least
+    and largest weight of the tokens that both keep). `ends`: cumulative weights of the row's bins `o_bins`, which show
+    no more. A filter that is off has no bins."""
+    total = tl.max(ends, 0)
+    low = total
+    high = total
+    bin_k = tl.full([], BINS, tl.int32)
+    if top_k > 0:
+        less = tl.cumsum(tl.load(p_counts + o_bins), 0) < top_k
+        bin_k = tl.sum(less.to(tl.int32), 0)
+        if bin_k < BINS:
+            low = tl.max(tl.where(less, ends, 0), 0)
+            high = tl.min(tl.where(less, total, ends), 0)
+    first_p = tl.full([], BINS, tl.int32)
+    last_p = tl.full([], -1, tl.int32)
+    if top_p < 1.0:
+        goal = goal_of(top_p, high)
+        first_p, least = sums_before(ends, goal_of(top_p, low))
+        last_p, _ = sums_before(ends, goal)
+        low = tl.minimum(low, least)
+        high = tl.minimum(high, tl.min(tl.where(ends < goal, total, ends), 0))
+    return bin_k, first_p, last_p, low, high
+
+
 @triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def collect(  # type: ignore[no-untyped-def]
     p_logits,  # [R, V]
@@ -145,28 +171,10 @@ def collect(  # type: ignore[no-untyped-def]
     top_k, top_p, min_p, filtered = filters_of(p_top_k, p_top_p, p_min_p, i_row)
     if (temperature <= 0) | (not filtered):
         return
-    # Between `low` and `high` is the weight of the tokens that the filters keep: the bins show no more. From both, the
-    # bins that may contain the last token of each prefix and the drawn one follow.
+    # The bins that may contain the last token of each prefix and the drawn one.
     o_bins = i_row * BINS + tl.arange(0, BINS)
     ends = tl.cumsum(tl.load(p_masses + o_bins), 0)
-    total = tl.max(ends, 0)
-    low = total
-    high = total
-    bin_k = tl.full([], BINS, tl.int32)
-    if top_k > 0:
-        less = tl.cumsum(tl.load(p_counts + o_bins), 0) < top_k
-        bin_k = tl.sum(less.to(tl.int32), 0)
-        if bin_k < BINS:
-            low = tl.max(tl.where(less, ends, 0), 0)
-            high = tl.min(tl.where(less, total, ends), 0)
-    first_p = tl.full([], BINS, tl.int32)
-    last_p = tl.full([], -1, tl.int32)
-    if top_p < 1.0:
-        goal = goal_of(top_p, high)
-        first_p, least = sums_before(ends, goal_of(top_p, low))
-        last_p, _ = sums_before(ends, goal)
-        low = tl.minimum(low, least)
-        high = tl.minimum(high, tl.min(tl.where(ends < goal, total, ends), 0))
+    bin_k, first_p, last_p, low, high = _bounds(p_counts, o_bins, ends, top_k, top_p, BINS)
     if min_p > 0.0:
         o_blocks = tl.arange(0, N)
         likely = tl.sum(tl.load(p_sums + i_row * blocks + o_blocks, mask=o_blocks < blocks, other=0), 0)
