@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -22,6 +23,9 @@ from service.model.token_bytes import ByteVocabulary
 
 log = logging.getLogger(__name__)
 
+_Given = tuple[ConstraintSpec, frozenset[int], frozenset[int], Sequence[int]]
+"""Arguments of `Constraining._make`."""
+
 
 class Constraining:
     """Builds constraints for one model. `begin` and `close` may be called from any thread."""
@@ -32,21 +36,36 @@ class Constraining:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._trials = Trials(tokenizer, vocab_size, ends)
+        self._waiting: dict[bytes, deque[tuple[Future[Constraint], _Given]]] = {}
+        """Constraints that have not been begun, by tenant; the tenant whose turn is next comes first."""
 
     def begin(
-        self, spec: ConstraintSpec, ends: frozenset[int], stops: frozenset[int], output_ids: Sequence[int]
+        self,
+        spec: ConstraintSpec,
+        ends: frozenset[int],
+        stops: frozenset[int],
+        output_ids: Sequence[int],
+        salt: bytes = b"",
     ) -> Future[Constraint]:
         """Starts to build a constraint for one sample that has accepted `output_ids`. `ends`: the request's
-        end-of-sequence ids; `stops`: its other stop ids. The future's exception is an UnusableConstraint if the
-        constraint cannot be served, or a ConstraintFailed."""
+        end-of-sequence ids; `stops`: its other stop ids; `salt`: of its tenant. Tenants take turns, because a format
+        may take seconds. The future's exception is an UnusableConstraint if the constraint cannot be served, or a
+        ConstraintFailed."""
+        future = Future[Constraint]()
         with self._lock:
-            return self._started_pool().submit(self._make, spec, ends, stops, output_ids)
+            self._started_pool().submit(self._make_next)
+            self._waiting.setdefault(salt, deque()).append((future, (spec, ends, stops, output_ids)))
+        return future
 
     def close(self) -> None:
         """Cancels the constraints that it has not begun to build. Idempotent."""
         with self._lock:
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)
+            waiting, self._waiting = self._waiting, {}
+        for queue in waiting.values():
+            for future, _ in queue:
+                future.cancel()
         self._trials.close()
 
     def _started_pool(self) -> ThreadPoolExecutor:
@@ -82,6 +101,22 @@ class Constraining:
     def _text(self) -> TokenText:
         silent = self._vocabulary.special.keys() | self._ends
         return TokenText([b"" if i in silent else token for i, token in enumerate(self._vocabulary.tokens)])
+
+    def _make_next(self) -> None:
+        """Builds the next constraint of the tenant whose turn it is, unless it was cancelled."""
+        with self._lock:
+            if not self._waiting:  # closed
+                return
+            salt = next(iter(self._waiting))
+            queue = self._waiting.pop(salt)
+            future, given = queue.popleft()
+            if queue:
+                self._waiting[salt] = queue
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(self._make(*given))
+            except Exception as error:
+                future.set_exception(error)
 
     def _make(
         self, spec: ConstraintSpec, ends: frozenset[int], stops: frozenset[int], output_ids: Sequence[int]

@@ -108,7 +108,7 @@ class Requests:
         if request.constraint is None:
             return
         future = self._constraining.begin(
-            request.constraint, request.eos_token_ids, request.sampling.stop_token_ids, request.output_ids
+            request.constraint, request.eos_token_ids, request.sampling.stop_token_ids, request.output_ids, request.salt
         )
         self._constraints[request.request_id] = future
         future.add_done_callback(lambda _: self._wake())

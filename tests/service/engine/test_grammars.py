@@ -6,8 +6,11 @@ import itertools
 import json
 import random
 import re
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import jsonschema
@@ -17,6 +20,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from benchmarks.schemas import random_schema
+from decoder.constraints import Constraint
 from service.common.types import ConstraintSpec, TextFormat
 from service.engine.constraining import Constraining
 from service.engine.grammars import GrammarConstraint
@@ -581,6 +585,38 @@ def test_bad_words_are_not_written_with_any_tokens(constraining: Constraining, t
     for token in drawn[-37:]:
         made.accept(token)
     assert allowed(made) == allowed(twin)
+
+
+class Late(Sequence[int]):
+    """Ids that are there when `given` is set; `asked`: whether they have been asked for."""
+
+    def __init__(self) -> None:
+        self.asked, self.given = threading.Event(), threading.Event()
+
+    def __len__(self) -> int:
+        self.asked.set()
+        assert self.given.wait(60)
+        return 0
+
+    def __getitem__(self, index: Any) -> Any:
+        raise IndexError(index)
+
+
+def test_tenants_take_turns(constraining: Constraining) -> None:
+    """Also those whose constraints are cancelled before their turn."""
+    late, order, spec = Late(), SimpleQueue[str](), ConstraintSpec(None, frozenset({1}))
+
+    def begin(name: str, output: Sequence[int] = ()) -> Future[Constraint]:
+        future = constraining.begin(spec, frozenset({END}), frozenset(), output, name[:1].encode())
+        future.add_done_callback(lambda done: order.put(f"{name} cancelled" if done.cancelled() else name))
+        return future
+
+    begin("a1", late)
+    assert late.asked.wait(60)
+    futures = {name: begin(name) for name in ("a2", "a3", "a4", "b1", "b2", "c1")}
+    assert futures["b1"].cancel()
+    late.given.set()
+    assert [order.get(timeout=60) for _ in range(7)] == ["b1 cancelled", "a1", "a2", "c1", "a3", "b2", "a4"]
 
 
 def test_bad_words_of_many_bytes(constraining: Constraining, tokenizer: Tokenizer) -> None:
