@@ -25,6 +25,7 @@ from families import VisionSpec
 from service.answers.bounds import FrontendLimits, characters, check_counts, check_size
 from service.answers.prompts import Prompt, check_ids, check_room, prompt_ids, system_end, widen
 from service.common import errors
+from service.common.tenant_semaphore import TenantSemaphore
 from service.common.types import ChatInput, GenerateSpec, Image, ImageInput, MediaSource, TokensInput, Video, files
 from service.engine.types import EngineInfo
 from service.media.gate import ByteGate, Grant
@@ -63,18 +64,19 @@ def decoder_processes(workers: int) -> int:
 
 class MediaThreads:
     """Threads that prepare images and videos, one for each image worker process: a file waits for a process on the
-    event loop, where its request can be cancelled. Videos, which may take minutes, leave one process to images."""
+    event loop, where its request can be cancelled. Videos, which may take minutes, leave one process to images. Tenants
+    take turns."""
 
     def __init__(self, workers: int) -> None:
         processes = decoder_processes(workers)
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="saccade-media")
-        self._idle = asyncio.Semaphore(processes)
-        self._images, self._videos = asyncio.Semaphore(workers), asyncio.Semaphore(processes - 1)
+        self._idle = TenantSemaphore(processes)
+        self._images, self._videos = TenantSemaphore(workers), TenantSemaphore(processes - 1)
 
-    async def map(self, function: Callable[[MediaSource], T], sources: Sequence[MediaSource]) -> list[T]:
-        """Applies the function to each source; results are in order. If a job fails or the caller is cancelled, jobs
-        that have not started are dropped, and the error is raised when the others have ended."""
-        jobs = [asyncio.create_task(self._run(function, source)) for source in sources]
+    async def map(self, function: Callable[[MediaSource], T], sources: Sequence[MediaSource], tenant: bytes) -> list[T]:
+        """Applies the function to each source of a tenant's request; results are in order. If a job fails or the caller
+        is cancelled, jobs that have not started are dropped, and the error is raised when the others have ended."""
+        jobs = [asyncio.create_task(self._run(function, source, tenant)) for source in sources]
         try:
             if jobs:  # not gather, which returns at the first error and leaves the others running
                 await asyncio.wait(jobs, return_when=asyncio.FIRST_EXCEPTION)
@@ -85,9 +87,10 @@ class MediaThreads:
                 raise error
         return [done.result() for done in jobs]
 
-    async def _run(self, function: Callable[[MediaSource], T], source: MediaSource) -> T:
+    async def _run(self, function: Callable[[MediaSource], T], source: MediaSource, tenant: bytes) -> T:
         """Runs the function in a thread. A cancellation takes effect before the function has begun or after its end."""
-        async with self._videos if isinstance(source, Video) else self._images, self._idle:
+        kind = self._videos if isinstance(source, Video) else self._images
+        async with kind.hold(tenant), self._idle.hold(tenant):
             job = asyncio.get_running_loop().run_in_executor(self._threads, function, source)
             try:
                 return await asyncio.shield(job)
@@ -358,7 +361,7 @@ class Preparation:
             spec = await resolve(spec, salt)
         media: list[PreparedItem] = []
         if self._preparer is not None:
-            media = await self._media.map(functools.partial(self._preparer.prepare, salt=salt), spec.media)
+            media = await self._media.map(functools.partial(self._preparer.prepare, salt=salt), spec.media, salt)
         if isinstance(spec.input, ImageInput):
             return self._image_alone(media[0])
         if _weight(spec) > _LIGHT:

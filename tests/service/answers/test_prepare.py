@@ -23,6 +23,7 @@ from encoder.media_limits import ImageError
 from families import VisionSpec
 from service.answers.bounds import FrontendLimits
 from service.answers.frontend import Frontend
+from service.answers.prepare import MediaThreads
 from service.common import errors
 from service.common.config import ServerOptions
 from service.common.types import (
@@ -501,3 +502,30 @@ def test_long_definitions_of_tools_are_rendered_off_the_event_loop(assets: Model
         assert ({threading.get_ident()} != set(where)) == apart
 
     with_frontend(probing, body)
+
+
+@pytest.mark.parametrize("kind", [Image, Video])
+def test_tenants_take_turns_with_their_images_and_videos(kind: Callable[[bytes, str], MediaSource]) -> None:
+    done, first, go_on = list[str](), threading.Event(), threading.Event()
+
+    def prepare(source: MediaSource) -> None:
+        first.set()
+        assert go_on.wait(30)
+        done.append(source.field)
+
+    async def run() -> None:
+        threads = MediaThreads(1)
+        requests = [(["a1"], b"a"), (["a2", "a3", "a4"], b"a"), (["b1", "b2"], b"b"), (["c1"], b"c")]
+        jobs = []
+        for names, tenant in requests:
+            sources = [kind(b"", name) for name in names]
+            jobs.append(asyncio.create_task(threads.map(prepare, sources, tenant)))
+            for _ in range(5):  # all of its sources ask for a place
+                await asyncio.sleep(0)
+            await asyncio.to_thread(first.wait)
+        go_on.set()
+        await asyncio.gather(*jobs)
+        threads.close()
+
+    asyncio.run(run())
+    assert done == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
