@@ -151,6 +151,19 @@ def image(data: bytes = b"slow", number: int = 0) -> Image:
     return Image(data, f"images[{number}]")
 
 
+def test_a_request_without_a_token_frees_its_room_at_its_end(assets: ModelAssets) -> None:
+    """One that is refused when its images are decoded, and one that needs only the number of its tokens."""
+
+    async def body(frontend: Frontend, decoder: Controlled) -> None:
+        decoder.go_on.set()
+        with pytest.raises(errors.InvalidArgument) as refused:
+            await ask(frontend, spec(image(), sampling={"temperature": -1.0}))
+        assert refused.value.field == "sampling.temperature" and frontend.stats()["held_bytes"] == 0
+        await frontend.tokenize(spec(image()))
+
+    with_frontend(assets, body)
+
+
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
