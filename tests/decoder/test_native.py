@@ -384,6 +384,7 @@ def test_states_in_bfloat16_operation_by_operation(model: str) -> None:
     """Products of torch round differently for each number of rows, and a state near a tie is then rounded otherwise."""
     given: dict[str, Any] = {
         "config": STATES[model], "dtype": torch.float32, "state_dtype": torch.bfloat16, "native": "off", "output": 16,
+        "count": 4,
     }  # fmt: skip
     plain = answers(state_cache="none", **given)
     for options in (  # without compiled code, where states are rounded less often

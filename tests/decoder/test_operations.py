@@ -211,16 +211,22 @@ def test_attention_of_a_prompt(heads: tuple[int, int], width: int, page: int, wi
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance * expected.abs().max().item())
 
 
+PLACES = [
+    (64, 16, 0, 0), (8, 4, 1, 0), (5, 16, 0, 0), (24, 7, 9, 0), (256, 16, 0, 0),
+    (64, 16, 0, 5), (8, 4, 0, 32), (5, 16, 0, 20), (24, 7, 9, 30), (256, 16, 0, 1),
+]  # fmt: skip
+"""Width of a head, size of a page, first key, window."""
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(
-    ("width", "page", "first_key", "window"),
-    [
-        (64, 16, 0, 0), (8, 4, 1, 0), (5, 16, 0, 0), (24, 7, 9, 0), (256, 16, 0, 0),
-        (64, 16, 0, 5), (8, 4, 0, 32), (5, 16, 0, 20), (24, 7, 9, 30), (256, 16, 0, 1),
+    ("heads", "threads", "width", "page", "first_key", "window"),
+    [  # each number of threads with each kind of heads and with each place
+        pytest.param(heads.values[0], 1 + (kind + index) % 3, *place, id="-".join(map(str, (heads.id, *place))))
+        for kind, heads in enumerate(HEADS)
+        for index, place in enumerate(PLACES)
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("threads", [1, 2, 3])
+)
 def test_attention_of_a_token_does_not_depend_on_how_it_came(
     heads: tuple[int, int], width: int, page: int, first_key: int, window: int, dtype: torch.dtype, threads: int
 ) -> None:

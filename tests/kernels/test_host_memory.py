@@ -24,7 +24,10 @@ from kernels.host_memory import (
 from kernels.linear.layouts import lay_out
 
 PROGRAM = """
-import resource, torch
+import resource
+from service.common.helper_process import torch_imports
+with torch_imports():  # half of the time
+    import torch
 from kernels.host_memory import keep_freed_memory
 assert keep_freed_memory()
 def layer():
@@ -64,7 +67,10 @@ def test_a_buffer_takes_memory_as_far_as_it_is_written() -> None:
 
 
 RELEASING = """
-import ctypes, mmap, sys, torch
+import ctypes, mmap, sys
+from service.common.helper_process import torch_imports
+with torch_imports():  # half of the time
+    import torch
 from kernels.host_memory import release_program_pages
 
 def file_bytes():

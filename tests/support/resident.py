@@ -29,6 +29,7 @@ def file_bytes(pid: int | str = "self") -> int:
 @functools.cache
 def file_bytes_after_import(module: str) -> int:
     """`file_bytes` of a process that has only imported a module."""
-    program = f"import gc; gc.disable(); import {module}; print(*open('/proc/self/status'))"
+    program = "from service.common.helper_process import torch_imports\n"
+    program += f"with torch_imports(): import {module}\nprint(*open('/proc/self/status'))"
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     return next(int(line.split()[1]) for line in told.stdout.splitlines() if line.strip().startswith("RssFile")) << 10

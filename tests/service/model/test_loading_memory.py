@@ -16,7 +16,9 @@ from kernels.host_memory import drop_pages, map_file
 
 LOADING = """
 import json, sys
-import torch
+from service.common.helper_process import torch_imports
+with torch_imports():
+    import torch
 from kernels import native
 from kernels.host_memory import keep_freed_memory, release_freed_memory
 from kernels.linear import Linear, quantise
