@@ -121,8 +121,10 @@ def test_elsewhere_it_is_refused() -> None:
 
 @needs_product
 def test_a_product_that_is_wrong_or_missing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial product at start: correct on this CPU; then with a torch that multiplies differently, or not at all."""
+    """The trial product at start: correct on this CPU; then with a torch that multiplies differently, or not at all. An
+    engine process cannot make a generator."""
     cpu, right = torch.device("cpu"), torch._scaled_mm
+    monkeypatch.delattr(torch, "Generator")
     try_product(cpu)
     monkeypatch.setattr(
         torch, "_scaled_mm", lambda *given, scale_b, **rest: right(*given, scale_b=scale_b * 1.1, **rest)
