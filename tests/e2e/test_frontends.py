@@ -49,11 +49,18 @@ ARGUMENTS = [
 def arguments(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = str(tmp_path_factory.mktemp("media"))
     media = ["--media-dir", folder]
-    return [str(model), *ARGUMENTS, "--frontends", str(FRONTENDS), "--admin", *media]
+    return [str(model), *ARGUMENTS, "--frontends", str(FRONTENDS), "--admin", "--http-port", "0", *media]
 
 
 @pytest.fixture(scope="module")
-def frontends(arguments: list[str]) -> Iterator[ServerProcess]:
+def levels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LogLevels]:
+    """The log levels of processes of this module's servers."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield LogLevels(tmp_path_factory.mktemp("levels"), monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def frontends(arguments: list[str], levels: LogLevels) -> Iterator[ServerProcess]:
     with socket.socket() as free:  # a given port: only these are locked
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -285,33 +292,37 @@ def test_frontends_that_hang_are_replaced_also_during_a_drain_and_killed_at_the_
             asyncio.run(hub.stop())
 
 
-@pytest.mark.parametrize("frontends", [1, 2])
-def test_a_log_level_reaches_all_processes(
-    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frontends: int
-) -> None:
-    """Those that are replaced later, too. An encoder process gets that of its engine: test_encoder_process.py."""
-    levels = LogLevels(tmp_path, monkeypatch)
-    arguments = [*ARGUMENTS, "--admin", "--http-port", "0", "--frontends", str(frontends)]
-    with ServerProcess([str(text_model), *arguments]) as server:
-        names = ("service.servers.engine_process", "service.servers.frontend_process", "service.http.process")
+def check_log_levels(server: ServerProcess, levels: LogLevels, count: int, replaced: str) -> None:
+    """A log level reaches all `count` processes of a server, also those that are replaced later. An encoder process
+    gets that of its engine: test_encoder_process.py."""
+    names = ("service.servers.engine_process", "service.servers.frontend_process", "service.http.process")
 
-        def processes() -> list[int]:
-            return [server.pid, *(pid for name in names for pid in children(server.pid, name))]
+    def processes() -> list[int]:
+        return [server.pid, *(pid for name in names for pid in children(server.pid, name))]
 
-        def wait_for(level: int) -> None:
-            until(lambda: len(pids := processes()) == count and {levels.of(pid) for pid in pids} == {level})
+    def wait_for(level: int) -> None:
+        until(lambda: len(pids := processes()) == count and {levels.of(pid) for pid in pids} == {level})
 
-        count = 3 if frontends == 1 else 5
-        wait_for(logging.ERROR)
-        with connect(server.address) as stubs:
-            answer = stubs.admin.UpdateLogLevel(admin_pb2.UpdateLogLevelRequest(level="info"))
-        assert answer.previous_level == "error"
-        wait_for(logging.INFO)
-        replaced = "service.http.process" if frontends == 1 else "service.servers.frontend_process"
-        killed = children(server.pid, replaced)[0]
-        os.kill(killed, signal.SIGKILL)
-        until(lambda: killed not in processes())
-        wait_for(logging.INFO)
+    wait_for(logging.ERROR)
+    with connect(server.address) as stubs:
+        answer = stubs.admin.UpdateLogLevel(admin_pb2.UpdateLogLevelRequest(level="info"))
+    assert answer.previous_level == "error"
+    wait_for(logging.INFO)
+    killed = children(server.pid, replaced)[0]
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: killed not in processes())
+    wait_for(logging.INFO)
+
+
+def test_a_log_level_reaches_all_processes(text_model: Path, levels: LogLevels) -> None:
+    with ServerProcess([str(text_model), *ARGUMENTS, "--admin", "--http-port", "0"]) as server:
+        check_log_levels(server, levels, 3, "service.http.process")
+
+
+def test_a_log_level_reaches_all_frontends(frontends: ServerProcess, levels: LogLevels) -> None:
+    check_log_levels(frontends, levels, 5, "service.servers.frontend_process")
+    with connect(frontends.address) as stubs:
+        stubs.admin.UpdateLogLevel(admin_pb2.UpdateLogLevelRequest(level="error"))
 
 
 def test_a_second_instance_is_told(frontends: ServerProcess, arguments: list[str]) -> None:

@@ -32,7 +32,7 @@ from service.model.checkpoint import Checkpoint
 from service.model.modelconfig import load_config
 from service.model.quantise import quantise_checkpoint
 
-SEEDS = 24
+SEEDS = 20
 FALCON_NORMED = 18
 """A seed that gives Falcon-H1 a norm before the gate."""
 STEPS = 10

@@ -227,13 +227,15 @@ def test_callers_of_the_public_port_can_neither_hold_requests_open_nor_say_that_
 
 
 def test_a_request_of_several_calls_has_no_more_time_than_others(text_model: Path) -> None:
-    arguments = [str(text_model), "--http-port", "0", "--admin", "--max-seqs", "1", "--max-len", "9000", "--no-warmup"]
-    with ServerProcess([*arguments, *SMALL, "--grace", "0.5"]) as server, ThreadPoolExecutor() as pool:
+    with (
+        RunningServer(str(text_model), private_socket=PRIVATE, max_seqs=1, max_len=9000) as running,
+        RunningHttp([f"unix:{PRIVATE}"]) as http,
+        ThreadPoolExecutor() as pool,
+    ):
         asked = {"prompt": ["x"] * 20, **ENDLESS}
-        answer = pool.submit(httpx.post, f"{server.http_url}/v1/completions", json=asked, timeout=100)
-        while live_requests(server) < 16:
-            pass
-        assert server.stop() == 0
+        answer = pool.submit(httpx.post, f"{http.url}/v1/completions", json=asked, timeout=100)
+        until(lambda: running.server.frontend.live == 16)
+        running.run(running.server.stop(grace=0.5))
         assert answer.result().status_code == 503
 
 
