@@ -16,7 +16,8 @@ from kernels.native.compiler import FLAGS, SOURCE
 from kernels.native.instruction_sets import processor_features, supported
 
 CALLS = """
-#include "mamba.h"
+#include "activations.h"
+#include "numbers.h"
 template <typename F>
 void each(const float* from, float* to, int64_t count, F function) {
     for (int64_t i = 0; i < count; i += 16) {

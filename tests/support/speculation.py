@@ -154,7 +154,7 @@ def answers(
     config: DecoderConfig | None = None,
     seed: int = 0,
     count: int = 6,
-    output: int = 32,
+    output: int = 24,
     preempted: bool = False,
     known: Mapping[str, tuple[list[int], str | None]] | None = None,
     constrained: Sequence[str | None] = (),

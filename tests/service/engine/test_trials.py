@@ -56,6 +56,7 @@ import service.engine.grammar_sources as sources
 sources.check_sizes = sources.check_numbers = lambda format: None
 """
 """`sitecustomize` of a process that compiles what is refused before."""
+SMALL = UNCHECKED + "import service.engine.trials; service.engine.trials.MEMORY_BYTES = 128 << 20\n"
 HURRIED = UNCHECKED + "import service.engine.grammars; service.engine.grammars.COMPILE_SECONDS = 0.0\n"
 """The kernel's limit is a whole number of seconds and up to two more."""
 
@@ -63,7 +64,7 @@ HURRIED = UNCHECKED + "import service.engine.grammars; service.engine.grammars.C
 @pytest.mark.parametrize(
     ("format", "words", "program"),
     [
-        (TextFormat("regex", "x*" * 65_000), "more than the 512 MiB of memory that are allowed", UNCHECKED),
+        (TextFormat("regex", "x*" * 65_000), "more than the 512 MiB of memory that are allowed", SMALL),
         (TextFormat("json_schema", '{"const": -9223372036854775808}'), "more than the 512 MiB of stack", UNCHECKED),
         (
             TextFormat("json_schema", '{"anyOf": [{"type": "integer", "multipleOf": 65537}, {"multipleOf": 65539}]}'),
