@@ -37,7 +37,7 @@ from families.minicpmv4_6.vision import SlicingVision
 from service.media.prepared import PreparedItem
 from service.model.modelconfig import load_config
 
-GREEDY = 32
+GREEDY = 16
 WORDS = ("What is 0<1", "the thing\n", "in 42", "?")
 """Texts between images."""
 

@@ -24,8 +24,8 @@ from service.common.config import EngineOptions
 from service.model.checkpoint import Checkpoint, open_checkpoint
 from service.model.quantise import quantise_checkpoint
 
-SEEDS = 36
-STEPS = 32
+SEEDS = 24
+STEPS = 20
 
 
 def compiled() -> list[str]:
