@@ -104,7 +104,7 @@ PARAMS = st.builds(
 CONSTRAINTS = [None, *(AllowedTokens(of) for of in ([11], [2, 11], [2, 3, 7, 290], range(0, 300, 2), range(300)))]
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(PARAMS, st.sampled_from(CONSTRAINTS)), min_size=1, max_size=5),
     st.sampled_from([0.3, 3.0]),

@@ -205,7 +205,7 @@ BODIES = st.dictionaries(FIELDS, JSON, max_size=4) | st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.one_of(st.binary(max_size=60), JSON.map(lambda v: json.dumps(v).encode()), BODIES.map(lambda b: line(body=b)))
 )
