@@ -25,7 +25,7 @@ from families import VisionSpec
 from service.answers.bounds import FrontendLimits, characters, check_counts, check_size
 from service.answers.prompts import Prompt, check_ids, check_room, prompt_ids, system_end, widen
 from service.common import errors
-from service.common.tenant_semaphore import TenantSemaphore
+from service.common.tenant_turns import TenantSemaphore
 from service.common.types import ChatInput, GenerateSpec, Image, ImageInput, MediaSource, TokensInput, Video, files
 from service.engine.types import EngineInfo
 from service.media.gate import ByteGate, Grant

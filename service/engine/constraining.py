@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -14,6 +13,7 @@ from pathlib import Path
 from decoder.constraints import Constraint
 from decoder.token_constraints import AllOf, AllowedTokens, ReasoningBudget
 from families import CheckpointError
+from service.common.tenant_turns import TenantQueue
 from service.common.types import ConstraintSpec
 from service.engine.bad_words import BadWords, TokenText
 from service.engine.grammars import Grammars
@@ -36,8 +36,8 @@ class Constraining:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._trials = Trials(tokenizer, vocab_size, ends)
-        self._waiting: dict[bytes, deque[tuple[Future[Constraint], _Given]]] = {}
-        """Constraints that have not been begun, by tenant; the tenant whose turn is next comes first."""
+        self._waiting = TenantQueue[tuple[Future[Constraint], _Given]]()
+        """Constraints that have not been begun."""
 
     def begin(
         self,
@@ -54,7 +54,7 @@ class Constraining:
         future = Future[Constraint]()
         with self._lock:
             self._started_pool().submit(self._make_next)
-            self._waiting.setdefault(salt, deque()).append((future, (spec, ends, stops, output_ids)))
+            self._waiting.put(salt, (future, (spec, ends, stops, output_ids)))
         return future
 
     def close(self) -> None:
@@ -62,10 +62,9 @@ class Constraining:
         with self._lock:
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)
-            waiting, self._waiting = self._waiting, {}
-        for queue in waiting.values():
-            for future, _ in queue:
-                future.cancel()
+            waiting, self._waiting = self._waiting, TenantQueue()
+        while waiting:
+            waiting.get()[0].cancel()
         self._trials.close()
 
     def _started_pool(self) -> ThreadPoolExecutor:
@@ -107,11 +106,7 @@ class Constraining:
         with self._lock:
             if not self._waiting:  # closed
                 return
-            salt = next(iter(self._waiting))
-            queue = self._waiting.pop(salt)
-            future, given = queue.popleft()
-            if queue:
-                self._waiting[salt] = queue
+            future, given = self._waiting.get()
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(self._make(*given))

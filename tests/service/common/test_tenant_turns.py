@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from service.common.tenant_semaphore import TenantSemaphore
+from service.common.tenant_turns import TenantSemaphore
 
 
 @pytest.mark.parametrize(
