@@ -28,9 +28,10 @@ LIGHT = 4096
 def send(connection: Connection, message: Any, descriptors: Sequence[int] = ()) -> None:
     """Sends one message and the descriptors that belong to it. The caller must hold the connection's send lock."""
     connection.send(message)
-    with _as_socket(connection) as sock:
-        for descriptor in descriptors:
-            sendfds(sock, [descriptor])
+    if descriptors:
+        with _as_socket(connection) as sock:
+            for descriptor in descriptors:
+                sendfds(sock, [descriptor])
 
 
 @contextlib.contextmanager
