@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from descriptors import open_descriptors
 from fake_server import Failure, Script
 
 import saccade
@@ -201,10 +202,6 @@ def test_one_client_in_several_event_loops(address: str) -> None:
         assert asyncio.run(ask()) == "a red square"
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts this process's open files in /proc")
 def test_a_loop_that_is_over_leaves_no_connection(address: str) -> None:
     client = saccade.AsyncClient(address, timeout=20)
@@ -213,13 +210,13 @@ def test_a_loop_that_is_over_leaves_no_connection(address: str) -> None:
         return (await client.generate("?")).text
 
     asyncio.run(ask())
-    before = open_files()
+    before = open_descriptors()
     for _ in range(12):
         assert asyncio.run(ask()) == "a red square"
     until = time.monotonic() + 10  # gRPC closes its sockets in a thread of its own
-    while open_files() > before + 4 and time.monotonic() < until:
+    while open_descriptors() > before + 4 and time.monotonic() < until:
         time.sleep(0.01)
-    assert open_files() <= before + 4, "each connection has two ends here"
+    assert open_descriptors() <= before + 4, "each connection has two ends here"
     asyncio.run(client.close())
 
 

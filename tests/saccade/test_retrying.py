@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from clock import Clock
 from fake_server import Failure, Script
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
@@ -84,20 +85,13 @@ def test_a_count_still_ends_them_where_one_is_given(ask: Ask, script: Script) ->
         assert len(script.requests) == count + 1
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.mark.parametrize("unit", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("asked", [None, 1.0])
 @pytest.mark.parametrize("timeout", [4.0, 30.0, 600.0])
 def test_attempts_reach_to_the_end_of_the_deadline(unit: float, asked: float | None, timeout: float) -> None:
     """However long the server is unreachable, the last attempt is made when little time is left, and the waits are
     bounded."""
-    clock = Clock()
+    clock = Clock(0.0)
     retries = Retries(None, Deadline(timeout, clock), random_unit=lambda: unit)
     error = errors.Unavailable("gone", retryable=True, retry_after=asked)
     waits = []

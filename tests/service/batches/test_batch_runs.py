@@ -6,6 +6,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from clock import Clock
 from images import png
 
 from encoder.media_limits import ImageLimits
@@ -15,13 +16,6 @@ from service.common.auth import Tenant
 from service.media.media import Spool, tenant_folder
 
 TENANT = Tenant("t", b"salt")
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def put(spool: Spool, data: bytes) -> str:

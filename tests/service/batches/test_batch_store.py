@@ -8,17 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clock import Clock
 
 from service.batches import batch_store
 from service.batches.batch_store import BatchRecord, BatchStore
 from service.common import errors
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def make(store: BatchStore, tenant: str, data: bytes, request_id: str = "", **values: Any) -> BatchRecord:

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
 from service.common.errors import ResourceExhausted, Unavailable
 from service.common.limits import ByteBudget, Places, RateLimits, TokenBucket
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @given(st.floats(1, 1e6), st.lists(st.tuples(st.floats(0, 100), st.floats(0, 1e5)), max_size=40))

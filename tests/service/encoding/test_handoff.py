@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from clock import Clock
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -216,16 +217,9 @@ def test_two_requests_with_two_large_images_each_do_not_lock_each_other_out() ->
     handoff.check_integrity(idle=True)
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_the_most_urgent_is_taken_first() -> None:
     """Deadlines and priorities are those of the requests that wait at present."""
-    clock = Clock()
+    clock = Clock(0.0)
     handoff = Handoff(100 * ROW, HIDDEN, torch.float32, clock=clock)
     handoff.lease(b"a", image(10), "r1")
     hurried = handoff.lease(b"b", image(10), "r2", deadline=1.0)
@@ -239,7 +233,7 @@ def test_the_most_urgent_is_taken_first() -> None:
 
 
 def test_the_space_of_a_writer_that_is_late_is_not_used_until_it_is_over() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     handoff = Handoff(10 * ROW, HIDDEN, torch.float32, clock=clock)
     lease = handoff.lease(b"a", image(6), "r1")
     (late,) = handoff.take(lease=5.0)
@@ -263,7 +257,7 @@ def test_the_space_of_a_writer_that_is_late_is_not_used_until_it_is_over() -> No
 
 def test_what_is_taken_back_from_late_writers_goes_on_in_order_of_arrival() -> None:
     """Two that were being written and one that waited for their memory: the oldest is first, the newest last."""
-    clock = Clock()
+    clock = Clock(0.0)
     handoff = Handoff(12 * ROW, HIDDEN, torch.float32, clock=clock)
     leases = []
     for clock.now, key in enumerate((b"a", b"b", b"c")):  # type: ignore[assignment]
@@ -284,7 +278,7 @@ def test_what_is_taken_back_from_late_writers_goes_on_in_order_of_arrival() -> N
 
 
 def test_only_a_lease_that_has_run_out_is_taken_back() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     handoff = Handoff(20 * ROW, HIDDEN, torch.float32, clock=clock)
     for key, seconds in ((b"a", 2.0), (b"b", 5.0), (b"c", None)):
         handoff.lease(key, image(3), "r")
@@ -344,7 +338,7 @@ def test_a_second_encoding_keeps_the_first_one_s_counts() -> None:
 
 
 def test_another_encoder_gets_other_space_while_the_late_one_may_still_write() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     handoff = Handoff(20 * ROW, HIDDEN, torch.float32, clock=clock)
     lease = handoff.lease(b"a", image(6), "r1")
     (late,) = handoff.take(lease=1.0)
@@ -418,7 +412,7 @@ class HandoffMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
+        self.clock = Clock(0.0)
         self.handoff = Handoff(20 * ROW, HIDDEN, torch.float32, clock=self.clock)
         self.leases: list[tuple[int, Lease]] = []
         self.writing: list[Work] = []

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from clips import animation, moving_frames
-from descriptors import NO_MORE, limited_descriptors
+from descriptors import NO_MORE, limited_descriptors, open_descriptors
 from images import png
 from PIL import Image
 from waiting import ended
@@ -147,14 +147,11 @@ def test_nobody_can_write_to_what_a_worker_has_made(pool: ImagePool) -> None:
 
 
 def test_what_nobody_takes_is_closed(pool: ImagePool) -> None:
-    def files() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
     pool.image(png(1), Stopwatch())
-    before = files()
+    before = open_descriptors()
     for _ in range(3):
         pool.image(png(1), Stopwatch())
-    assert files() == before
+    assert open_descriptors() == before
 
 
 def test_refusals_are_those_of_this_process(pool: ImagePool) -> None:

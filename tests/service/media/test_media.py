@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from clock import Clock
 from images import png
 
 from encoder.media_limits import ImageError, ImageHeader, ImageLimits
@@ -17,16 +18,8 @@ from service.media.arriving import MAX_CHUNK
 from service.media.media import Media, SharedSpool, Spool
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1.7e9
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def make(path: Path, capacity: int = 10**6, clock: Clock | None = None) -> Spool:
-    return Spool(path, capacity, 100.0, ImageLimits(max_bytes=10**5), clock or Clock())
+    return Spool(path, capacity, 100.0, ImageLimits(max_bytes=10**5), clock or Clock(1.7e9))
 
 
 def put(spool: Spool, data: bytes, tenant: str = "t", step: int = 1000) -> Media:
@@ -54,7 +47,7 @@ def test_what_goes_in_comes_out_under_its_hash(tmp_path: Path) -> None:
 
 
 def test_time_takes_them_away_and_uploading_again_renews(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(1.7e9)
     spool = make(tmp_path, clock=clock)
     old, kept = put(spool, png(1)), put(spool, png(2))
     clock.now += 60
@@ -105,7 +98,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 def test_uploads_of_one_tenant_share_its_part(tmp_path: Path) -> None:
     """Two concurrent uploads cannot each take the rest; another tenant has its own share, and all share the total."""
-    clock = Clock()
+    clock = Clock(1.7e9)
     spool = Spool(tmp_path, 5000, 100.0, ImageLimits(max_bytes=10**5), clock, tenant_capacity=2000)
     with spool.upload("a", 1500):
         with pytest.raises(errors.ResourceExhausted, match="your uploads fill 1500 of 2000 bytes") as full:
@@ -135,7 +128,7 @@ def test_uploads_of_one_tenant_share_its_part(tmp_path: Path) -> None:
 
 
 def test_a_file_s_time_begins_anew_where_it_is_asked_for(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(1.7e9)
     spool = make(tmp_path, clock=clock)
     media = put(spool, png(1))
     clock.now += 99.0
@@ -151,7 +144,7 @@ def test_a_file_s_time_begins_anew_where_it_is_asked_for(tmp_path: Path) -> None
 
 
 def test_frontends_share_their_files(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(1.7e9)
 
     def member(number: int) -> SharedSpool:
         return SharedSpool(
@@ -188,7 +181,7 @@ def test_frontends_share_their_files(tmp_path: Path) -> None:
 
 def test_the_limits_of_frontends_hold_after_restarts(tmp_path: Path) -> None:
     """Whichever is replaced, and for running uploads of the others, too."""
-    clock, data = Clock(), [png(i, (8, 8)) for i in range(3)]
+    clock, data = Clock(1.7e9), [png(i, (8, 8)) for i in range(3)]
     sizes = [len(file) for file in data]
 
     def member(number: int) -> SharedSpool:
@@ -223,7 +216,7 @@ def test_the_limits_of_frontends_hold_after_restarts(tmp_path: Path) -> None:
 
 
 def test_an_upload_of_a_frontend_that_was_killed_counts_until_it_is_replaced(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(1.7e9)
 
     def member(number: int, members: int = 2) -> SharedSpool:
         limits = ImageLimits(max_bytes=10**5)
@@ -253,7 +246,7 @@ def test_a_full_disk_is_an_error_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_restart_takes_over_what_is_whole(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(1.7e9)
     first = make(tmp_path, clock=clock)
     media, old = put(first, png(1)), put(first, png(2))
     os.utime(tmp_path / "t" / media.media_id, (clock.now, clock.now))
@@ -269,7 +262,7 @@ def test_a_restart_takes_over_what_is_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_restart_deletes_no_upload_because_it_cannot_be_read(tmp_path: Path, shared: bool) -> None:
     """Such as one above a lowered limit, or one whose image worker is slow to start."""
-    clock, data = Clock(), png(1, (20, 30))
+    clock, data = Clock(1.7e9), png(1, (20, 30))
     media = put(make(tmp_path, clock=clock), data)
     path = tmp_path / "t" / media.media_id
     os.utime(path, (clock.now, clock.now))
@@ -306,7 +299,7 @@ def test_a_restart_deletes_an_upload_whose_content_has_changed(tmp_path: Path) -
 
 
 def test_the_books_hold_over_any_sequence(tmp_path: Path) -> None:
-    rng, clock = random.Random(5), Clock()
+    rng, clock = random.Random(5), Clock(1.7e9)
     spool = make(tmp_path, capacity=20_000, clock=clock)
     data = [png(i) for i in range(8)]
     for _ in range(150):

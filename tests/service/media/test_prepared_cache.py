@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
-from descriptors import NO_MORE, limited_descriptors
+from descriptors import NO_MORE, limited_descriptors, open_descriptors
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,12 +21,8 @@ def item(side: int, value: int = 0, *, sealed: bool = False) -> PreparedItem:
     return made.sealed() if sealed else made
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_an_item_is_shared_by_descriptors_of_its_own() -> None:
-    before = descriptors()
+    before = open_descriptors()
     cache, first = PreparedCache(100), item(3, 7, sealed=True)
     cache.put(b"a", first)
     assert first.file is not None
@@ -38,7 +34,7 @@ def test_an_item_is_shared_by_descriptors_of_its_own() -> None:
         opened = PreparedItem(each.layout).opened(each.file.take())
         assert opened.encoder_item.patches.tolist() == [[7]] * 9
     del found, each, opened, first
-    assert descriptors() == before
+    assert open_descriptors() == before
     assert cache.get(b"a") is None
 
 
@@ -81,8 +77,8 @@ def test_an_opened_image_keeps_no_descriptor_and_is_private() -> None:
     """The images of all requests of an engine are open at the same time."""
     sealed = item(8, sealed=True)
     assert sealed.file is not None
-    before = descriptors()
+    before = open_descriptors()
     opened = [PreparedItem(sealed.layout).opened(sealed.file.copy().take()).encoder_item for _ in range(3)]
-    assert descriptors() == before
+    assert open_descriptors() == before
     opened[0].patches[:] = 9
     assert torch.equal(opened[1].patches, opened[2].patches) and not torch.equal(opened[0].patches, opened[1].patches)
