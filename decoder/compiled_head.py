@@ -1,4 +1,4 @@
-"""A drafting head in compiled code: one pass, or all passes of a step in one call. `decoder.mtp` has the maths."""
+"""A drafting head in compiled code: one pass, or all passes of a step in one call. `decoder.mtp_head` has the maths."""
 
 from __future__ import annotations
 

@@ -1,22 +1,8 @@
-"""Multi-token prediction (MTP) heads: weights `mtp.*`, and drafts from them.
-
-    e = cat(enorm(embed(token t)), hnorm(hidden of token t - 1))          hidden: after the trunk's final norm
-    x = eh_proj(e);  for each layer: x += mixer(norm(x));  m = final_layernorm(x)
-    logits of token t + 1 = head(m); for the next token m replaces the hidden state of token t
-
-The same layers (attention, then MLPs or experts) are applied for each further token, as in DeepSeek-V3 (arXiv
-2412.19437, section 2.2), here with layers of a hybrid decoder. The trunk provides the embedding and the vocabulary
-projection. The head's keys and values are in the sequence's own pages: the entry of token t is at place t, so a shared
-page depends only on the tokens up to its end; place 0 has no entry. If the attention reads positions, the entry of
-token t has the position of token t - 1, whose hidden state it is made from (as in vLLM; next to images this differs
-from the position of token t). The hidden state of the last token, which the next entry needs, is stored with the state
-slot (`Arena.carry`) and moves with it.
-"""
+"""Drafts from multi-token prediction (MTP) heads. `decoder.mtp_head` has the maths."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
@@ -30,127 +16,19 @@ from decoder.compiled_head import CompiledHead
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.graphs import Computed
 from decoder.head_weights import HeadWeights
-from decoder.layers.attention import Projected
-from decoder.layers.descriptions import Attention, Experts, Mlp
 from decoder.model import HybridModel
+from decoder.mtp_head import MtpHead, check_mtp
 from decoder.mtp_pages import EntryPages
 from decoder.positions import positions_before
 from decoder.sampler import Sampler
 from decoder.sequence import Sequence
 from decoder.step import Fork, Row, Step
-from decoder.trunk import Trunk
-from kernels.linear import Linear
-from kernels.native import NativeUnavailable
-from kernels.paged_attention import decode_attention_after, write_kv
-from kernels.rms_norm import rms_norm
 from kernels.transfer import upload
-
-log = logging.getLogger(__name__)
 
 PENDING = 512
 """Least capacity, in rows of the trunk, for rows that are kept so that their entries can be made together."""
 UNDRAFTED = -1e30
 """Logit of an id that cannot be drafted."""
-
-
-class MtpHead:
-    """Applies the head's layers once, in compiled code if possible, and writes its entries to the pages."""
-
-    def __init__(self, weights: HeadWeights, trunk: Trunk) -> None:
-        self.weights, draft_vocab = weights, trunk.options.draft_vocab
-        self.vocabulary = trunk.head if draft_vocab is None else trunk.head.first(draft_vocab)
-        """Computes the logits of the ids that can be drafted, which are those below its number of outputs."""
-        self.eps, self.dtype = trunk.config.norm_eps, trunk.options.dtype
-        self.axes = 0 if weights.attention.spec.rope is None else trunk.config.position_axes
-        """Number of position axes of the entries; 0: the head reads no positions."""
-        self.compiled = _compiled(weights, trunk, self.vocabulary)
-
-    def enter(
-        self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor, positions_TA: Tensor | None = None
-    ) -> None:
-        """Writes the entries of tokens, given the hidden states of the tokens before them. Place -1: no entry.
-        `positions_TA`: of the entries, for a head that reads positions."""
-        if self.compiled is not None and 0 < places_T.shape[0] <= self.compiled.max_tokens:
-            self.compiled.enter(embedded_TD, hidden_TD, places_T, positions_TA)
-        else:
-            self._enter(embedded_TD, hidden_TD, places_T, positions_TA)
-
-    def _enter(
-        self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor, positions_TA: Tensor | None
-    ) -> tuple[Tensor, Projected]:
-        """Returns the residual rows `[T, d]` and the attention's projections of them."""
-        weights, of, eps = self.weights, self.weights.attention, self.eps
-        token, before = (
-            rms_norm(embedded_TD, weights.enorm, eps, self.dtype),
-            rms_norm(hidden_TD, weights.hnorm, eps, self.dtype),
-        )
-        x = weights.fuse(torch.cat((token, before), -1))
-        given = of.project(rms_norm(x, weights.norms[0], eps, self.dtype), positions_TA)
-        write_kv(of.kv, given.k_TKP, given.v_TKP, places_T)
-        return x, given
-
-    def predict(
-        self,
-        embedded_RD: Tensor,
-        hidden_RD: Tensor,
-        places_R: Tensor,
-        tables_RW: Tensor,
-        lengths_R: Tensor,
-        longest: int,
-        positions_RA: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """For one token per row: writes its entry and returns the rows after the head's final norm `[R, d]`, which take
-        the place of the token's hidden state for the next token, and the next token's logits `[R, V]` for the V ids
-        that can be drafted. `lengths`: number of places up to and including the token's own; `longest`: the largest of
-        these."""
-        if self.compiled is not None and embedded_RD.shape[0] <= self.compiled.max_tokens:
-            return self.compiled.predict(embedded_RD, hidden_RD, places_R, tables_RW, lengths_R, positions_RA)
-        weights, of = self.weights, self.weights.attention
-        x, given = self._enter(embedded_RD, hidden_RD, places_R, positions_RA)
-        out = decode_attention_after(given.q_THP, of.kv, tables_RW, lengths_R, 1, of.scale, longest, of.spec.window)
-        x = x + of.output(out, given.gate_TG)
-        for norm, mixer in zip(weights.norms[1:], weights.rest, strict=True):
-            x = x + mixer(rms_norm(x, norm, self.eps, self.dtype))
-        hidden = rms_norm(x, weights.final, self.eps, self.dtype)
-        return hidden, self.vocabulary(hidden)
-
-
-def _compiled(weights: HeadWeights, trunk: Trunk, vocabulary: Linear) -> CompiledHead | None:
-    """The head's compiled form; None, with the reason logged, if it has none. With native "on" the trunk has raised an
-    error for that before."""
-    if trunk.options.native == "off":
-        return None
-    try:
-        return CompiledHead(weights, trunk, vocabulary)
-    except NativeUnavailable as reason:
-        log.info("drafts are made operation by operation: %s", reason)
-        return None
-
-
-def check_mtp(config: DecoderConfig, weights: Mapping[str, Any], draft_vocab: int | None = None) -> None:
-    """Raises `ValueError` unless `weights` (tensors or shapes by name) are all that this model's head needs, and if
-    `draft_vocab` is more than the vocabulary."""
-    if draft_vocab is not None and draft_vocab > config.vocab_size:
-        raise ValueError(f"draft_vocab is {draft_vocab}, and the vocabulary has {config.vocab_size} ids")
-    if not config.mtp:
-        raise ValueError(
-            "speculative 'mtp' needs a model with heads for it, and this one's configuration has none; 'ngram' works "
-            "with any model"
-        )
-    if not isinstance(config.mtp[0], Attention) or not all(isinstance(spec, Experts | Mlp) for spec in config.mtp[1:]):
-        kinds = ", ".join(type(spec).__name__ for spec in config.mtp)
-        raise ValueError(f"speculative 'mtp' needs heads of attention and then MLPs or experts, not {kinds}")
-    wanted = config.mtp_weights()
-    found = {name: tuple(getattr(weight, "shape", weight)) for name, weight in weights.items()}
-    missing = [name for name in wanted if name not in found]
-    if missing:
-        raise ValueError(
-            f"speculative 'mtp' needs weights that the checkpoint does not have: {', '.join(missing)}; "
-            "'ngram' works with any model"
-        )
-    for name, shape in wanted.items():
-        if found[name] != shape:
-            raise ValueError(f"{name} has shape {found[name]}, not {shape}")
 
 
 class Due(NamedTuple):
@@ -238,42 +116,45 @@ class MtpDrafter:
             return []
         self._room(len(rows))
         sources = [self._row(row.sequence.slot) for row in rows]
-        sequences = [row.sequence for row in rows]
-        tables, compiled, axes = self._tables(sequences), self.head.compiled, self.head.axes
-        draws = self.sampler.steady(sequences) if compiled is not None and self._can_draft_biased(sequences) else None
-        if compiled is not None and draws is not None and max(len(self._due), len(rows)) <= compiled.max_tokens:
-            given, due = self._given(sources)
-            last = [(row.sequence.tokens[-1], *self._at(row, 0), row.drafts) for row in rows]
-            passes = [_positions(rows, ahead, axes) for ahead in range(max(row.drafts for row in rows))]
-            positions = [[at.position for at in due], *passes] if axes else []
-            known = [(at.token, at.place) for at in due]
-            return list(zip(sequences, compiled.draft(given, known, last, positions, tables, draws), strict=True))
-        hidden = self._make_due(sources)
-        tokens = [sequence.tokens[-1] for sequence in sequences]
-        found: list[tuple[Sequence, list[int]]] = [(sequence, []) for sequence in sequences]
-        drafts = {sequence.arrival: drafted for sequence, drafted in found}
+        sequences, compiled = [row.sequence for row in rows], self.head.compiled
+        if compiled is not None and max(len(self._due), len(rows)) <= compiled.max_tokens:
+            drawable = _biases_are_below(self.head.vocabulary.out_features, sequences)
+            draws = self.sampler.steady(sequences) if drawable else None
+            if draws is not None:
+                return list(zip(sequences, self._draft_at_once(compiled, rows, sources, draws), strict=True))
+        drafts: list[list[int]] = [[] for _ in rows]
+        self._draft_by_token(rows, sources, drafts)
+        return list(zip(sequences, drafts, strict=True))
+
+    def _draft_at_once(
+        self, compiled: CompiledHead, rows: SequenceOf[Row], sources: list[int], draws: bytes
+    ) -> list[list[int]]:
+        """The rows' drafts, made by one call of compiled code. `draws`: see `CompiledHead.draft`."""
+        axes, (given, due) = self.head.axes, self._given(sources)
+        last = [(row.sequence.tokens[-1], *self._at(row, 0), row.drafts) for row in rows]
+        passes = [_positions(rows, ahead, axes) for ahead in range(max(row.drafts for row in rows))]
+        positions = [[at.position for at in due], *passes] if axes else []
+        known, tables = [(at.token, at.place) for at in due], self._tables([row.sequence for row in rows])
+        return compiled.draft(given, known, last, positions, tables, draws)
+
+    def _draft_by_token(self, rows: SequenceOf[Row], sources: list[int], drafts: SequenceOf[list[int]]) -> None:
+        """Appends the rows' drafts to `drafts`, one pass of the head for each token."""
+        axes, tables, hidden = self.head.axes, self._tables([row.sequence for row in rows]), self._make_due(sources)
+        tokens = [row.sequence.tokens[-1] for row in rows]
         for ahead in range(max(row.drafts for row in rows)):
             kept = [index for index, row in enumerate(rows) if row.drafts > ahead]
             if len(kept) < len(rows):
-                rows, tokens = [rows[i] for i in kept], [tokens[i] for i in kept]
+                rows, drafts, tokens = [rows[i] for i in kept], [drafts[i] for i in kept], [tokens[i] for i in kept]
                 hidden, tables = (of.index_select(0, self._ints(kept)) for of in (hidden, tables))
-            sequences = [row.sequence for row in rows]
             places, lengths = zip(*(self._at(row, ahead) for row in rows), strict=True)
             ids, writes, keys = self._ints([tokens, places, lengths]).unbind()
             embedded = self.model.embed_ids(ids)
             at = self._ints(_positions(rows, ahead, axes)) if axes else None
             hidden, logits = self.head.predict(embedded, hidden, writes, tables, keys, max(lengths), at)
             logits = _over_all(logits, self.model.config.vocab_size)
-            choices = self.sampler.sample(logits, sequences, [drafts[sequence.arrival] for sequence in sequences])
-            tokens = [choice.token for choice in choices]
-            for sequence, token in zip(sequences, tokens, strict=True):
-                drafts[sequence.arrival].append(token)
-        return found
-
-    def _can_draft_biased(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether all ids with a `logit_bias` of these requests can be drafted."""
-        draft_vocab = self.head.vocabulary.out_features
-        return all(token < draft_vocab for sequence in sequences for token in sequence.request.sampling.logit_bias)
+            tokens = [choice.token for choice in self.sampler.sample(logits, [row.sequence for row in rows], drafts)]
+            for drafted, token in zip(drafts, tokens, strict=True):
+                drafted.append(token)
 
     def _tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
         """`[R, W]` page numbers, from the first page that each sequence's drafts attend to."""
@@ -287,10 +168,7 @@ class MtpDrafter:
     def _at(self, row: Row, ahead: int) -> tuple[int, int]:
         """(place of the token `ahead` tokens after a row's first one, number of keys that it attends to)."""
         length = row.start + ahead + 1 - self.pages.first_of(row.sequence) * self.page
-        return self._where(row.sequence, row.start + ahead), length
-
-    def _where(self, sequence: Sequence, place: int) -> int:
-        return sequence.held.pages[place // self.page] * self.page + place % self.page
+        return _where(row.sequence, row.start + ahead, self.page), length
 
     # -- entries -------------------------------------------------------------------------------------------------------
 
@@ -345,7 +223,7 @@ class MtpDrafter:
                 # The entry of a row's first token exists already if the head has drafted from it.
                 sources = [source, *range(first, first + row.count)]
                 for at in range(place + (row.drafts > 0 and not sequence.draft.forced), end):
-                    where, position = self._where(sequence, at), _position(sequence, at, self.head.axes)
+                    where, position = _where(sequence, at, self.page), _position(sequence, at, self.head.axes)
                     self._due.append(Due(sequence.tokens[at], where, position, sources[at - place]))
                 first += row.count
             self._observed = None
@@ -396,6 +274,16 @@ class MtpDrafter:
 
     def _ints(self, values: list[Any]) -> Tensor:
         return upload(values, torch.int64, self.carry.device)
+
+
+def _biases_are_below(vocab: int, sequences: SequenceOf[Sequence]) -> bool:
+    """Whether all ids with a `logit_bias` of these requests are below `vocab`, and so can be drafted."""
+    return all(token < vocab for sequence in sequences for token in sequence.request.sampling.logit_bias)
+
+
+def _where(sequence: Sequence, place: int, page_size: int) -> int:
+    """Where the entry of the token at this place of the sequence is among all pages."""
+    return sequence.held.pages[place // page_size] * page_size + place % page_size
 
 
 def _over_all(logits_RV: Tensor, vocab: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from decoder.arena import device_memory
 from decoder.checkpoints import resolve_state_block
 from decoder.config import DecoderOptions
-from decoder.mtp import check_mtp
+from decoder.mtp_head import check_mtp
 from encoder.item import IMAGE
 from encoder.plan import describe
 from families import VisionSpec

@@ -27,7 +27,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.descriptions import Attention
-from decoder.mtp import check_mtp
+from decoder.mtp_head import check_mtp
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
