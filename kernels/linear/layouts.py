@@ -81,24 +81,37 @@ def lay_out(
     stored = weight if isinstance(weight, Tensor) else weight.values
     if stored.device.type != "cpu" or (isinstance(weight, Tensor) and weight.dtype not in MULTIPLIED):
         raise NativeUnavailable(f"no compiled product for {stored.dtype} on {stored.device}")
-    if isinstance(weight, Tensor) and weight.dtype == torch.float32:
-        assert not gated
-        return Layout(Kind.F32, Kind.F32, weight.detach().contiguous())
     order = interleaved_order(weight.shape[0] // 2) if gated else None
     if isinstance(weight, Tensor):
-        short = _compact(weight, order) if (compact_weights() if compact is None else compact) else None
-        return short or Layout(Kind.BF16, Kind.BF16, _pack(weight, Kind.BF16, order))
-    int4_rows = int8_rows and weight.kind == "int4"
-    if weight.kind in ("int8", "int4") and (int4_rows or not _is_scaled(weight, dtype)):
-        if weight.in_features > MOST_INPUTS:
-            raise NativeUnavailable(f"{weight.in_features} inputs are more than the {MOST_INPUTS} that 32 bits can sum")
-        if weight.kind == "int8":
-            rows = Kind.BYTES if int8_rows else Kind.INT8
-            return Layout(Kind.INT8, rows, _pack(weight, Kind.INT8, order), _of_outputs(weight.scale, order))
-        if int4_rows:
-            _check_grouped_bytes(weight)
-        rows, data = Kind.SUMMED_BYTES if int4_rows else Kind.INT4, _pack(weight, Kind.INT4, order)
-        return _in_groups(weight, order, Layout(Kind.INT4, rows, data, group=weight.group), small=int4_rows)
+        return _of_floats(weight, order, compact)
+    if weight.kind == "int8" or (weight.kind == "int4" and (int8_rows or not _is_scaled(weight, dtype))):
+        return _of_integers(weight, order, int8_rows)
+    return _of_scaled(weight, order, dtype)
+
+
+def _of_floats(weight: Tensor, order: Tensor | None, compact: bool | None) -> Layout:
+    if weight.dtype == torch.float32:
+        assert order is None
+        return Layout(Kind.F32, Kind.F32, weight.detach().contiguous())
+    short = _compact(weight, order) if (compact_weights() if compact is None else compact) else None
+    return short or Layout(Kind.BF16, Kind.BF16, _pack(weight, Kind.BF16, order))
+
+
+def _of_integers(weight: Quantised, order: Tensor | None, int8_rows: bool) -> Layout:
+    """The layout of an int8 or int4 weight that is multiplied with rows of integers."""
+    if weight.in_features > MOST_INPUTS:
+        raise NativeUnavailable(f"{weight.in_features} inputs are more than the {MOST_INPUTS} that 32 bits can sum")
+    if weight.kind == "int8":
+        rows = Kind.BYTES if int8_rows else Kind.INT8
+        return Layout(Kind.INT8, rows, _pack(weight, Kind.INT8, order), _of_outputs(weight.scale, order))
+    if int8_rows:
+        _check_grouped_bytes(weight)
+    rows, data = Kind.SUMMED_BYTES if int8_rows else Kind.INT4, _pack(weight, Kind.INT4, order)
+    return _in_groups(weight, order, Layout(Kind.INT4, rows, data, group=weight.group), small=int8_rows)
+
+
+def _of_scaled(weight: Quantised, order: Tensor | None, dtype: torch.dtype) -> Layout:
+    """The layout of a weight that is multiplied with rows in `dtype`."""
     kind = {"fp8": Kind.FP8, "nvfp4": Kind.NVFP4, "int4": Kind.UINT4}[weight.kind]
     _check_scaled(weight, STEPS[kind], dtype)
     data, rows, group = _pack(weight, kind, order), _row_kind(dtype), weight.scale_group
@@ -123,10 +136,8 @@ def _row_kind(dtype: torch.dtype) -> Kind:
 
 
 def _is_scaled(weight: Quantised, dtype: torch.dtype) -> bool:
-    """Whether the weight is multiplied with plain rows instead of rows of integers. For int4 both are possible: plain
+    """Whether an int4 weight is multiplied with plain rows instead of rows of integers, if both are possible: plain
     bfloat16 rows are a third faster for many rows; rows of integers support any number of inputs."""
-    if weight.kind != "int4":
-        return weight.kind in ("fp8", "nvfp4")
     plain = dtype == torch.bfloat16 and weight.in_features % STEPS[Kind.UINT4] == 0
     return plain or weight.zeros is not None or weight.group != GROUP or weight.order is not None
 
