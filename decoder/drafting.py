@@ -55,11 +55,37 @@ PAUSE_SAMPLES = 16
 class NgramIndex:
     """Finds what followed the last tokens of a sequence at their latest earlier occurrence, in prompt and output."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompt: NgramIndex | None = None) -> None:
+        """`prompt`: an index of the sequence's first tokens, which several samples may share and nobody extends."""
+        self._prompt, self._first = prompt, 0 if prompt is None else len(prompt._before)
         self._last: dict[tuple[int, int], int] = {}
-        """Two tokens -> the position after their last occurrence."""
-        self._before: list[int] = [0, 0]
-        """By position: position of the previous occurrence; 0 if there is none."""
+        """Two tokens -> the position after their last occurrence; without those of `prompt`."""
+        self._before: list[int] = [0, 0] if prompt is None else []
+        """By position, from `_first` on: position of the previous occurrence; 0 if there is none."""
+
+    @classmethod
+    def of(cls, prompt: Sequence[int]) -> NgramIndex:
+        """The index of a prompt."""
+        made = cls()
+        made._extend(prompt)
+        return made
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        last, before, known = self._last, self._before, {} if self._prompt is None else self._prompt._last
+        for end in range(self._first + len(before), len(tokens)):
+            pair = (tokens[end - 2], tokens[end - 1])
+            before.append(last.get(pair) or known.get(pair, 0))
+            last[pair] = end
+
+    def _latest(self, pair: tuple[int, int]) -> int:
+        """The position after the last occurrence of two tokens; 0 if there is none."""
+        return self._last.get(pair) or (0 if self._prompt is None else self._prompt._latest(pair))
+
+    def _previous(self, place: int) -> int:
+        """The position of the occurrence before the one at `place`; 0 if there is none."""
+        if self._prompt is not None and place < self._first:
+            return self._prompt._before[place]
+        return self._before[place - self._first]
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """At most `count` tokens; none if the last tokens have not occurred before. `tokens` must extend those of the
@@ -68,12 +94,8 @@ class NgramIndex:
         The longest run is used, among equals the latest. A run that reaches the end of the sequence repeats itself: the
         proposal continues the repetition.
         """
-        last, before = self._last, self._before
-        for end in range(len(before), len(tokens)):
-            pair = (tokens[end - 2], tokens[end - 1])
-            before.append(last.get(pair, 0))
-            last[pair] = end
-        if len(tokens) < SHORTEST or (place := last.get((tokens[-2], tokens[-1]), 0)) == 0:
+        self._extend(tokens)
+        if len(tokens) < SHORTEST or (place := self._latest((tokens[-2], tokens[-1]))) == 0:
             return []
         best, longest = place, 0
         for _ in range(LOOKED_AT):
@@ -82,7 +104,7 @@ class NgramIndex:
                 run += 1
             if run > longest:
                 best, longest = place, run
-            place = before[place]
+            place = self._previous(place)
             if longest == LONGEST or place == 0:
                 break
         known = len(tokens)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from decoder.config import DecoderOptions
 from decoder.drafting import DraftPolicy, NgramIndex, Record
@@ -51,7 +53,7 @@ class Speculation:
         self.drafted = [0] * options.num_drafts
         self.accepted = [0] * options.num_drafts
         """By position in the row: how many drafts were verified, and how many of them were accepted."""
-        self.new_index: Callable[[Sequence], Proposer] = lambda sequence: NgramIndex()
+        self.new_index: Callable[[Sequence], Proposer] = partial(_ngrams, WeakValueDictionary())
         """Makes the drafter of a sequence for `ngram`."""
         self.head = head
         """The drafter for `mtp`."""
@@ -173,3 +175,13 @@ class Speculation:
         counts = (("drafted", self.drafted), ("accepted", self.accepted))
         placed = {f"{name}_{place}": count for name, of in counts for place, count in enumerate(of, 1)}
         return placed | {"forced_drafted": self.forced[0], "forced_accepted": self.forced[1]}
+
+
+def _ngrams(prompts: WeakValueDictionary[int, NgramIndex], sequence: Sequence) -> NgramIndex:
+    """A new index of a sequence. Samples of a prompt share the index of its tokens, which takes milliseconds to make.
+    `prompts`: these indices by the identity of the ids, which the sequences keep alive."""
+    ids = sequence.request.prompt_ids
+    prompt = prompts.get(id(ids))
+    if prompt is None:
+        prompt = prompts[id(ids)] = NgramIndex.of(ids)
+    return NgramIndex(prompt)

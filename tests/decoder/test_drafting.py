@@ -48,11 +48,16 @@ def looked_up(tokens: list[int], count: int) -> list[int]:
     return []
 
 
-@given(TOKENS, st.integers(1, 6), st.data())
-def test_the_index_finds_what_a_search_finds(tokens: list[int], count: int, data: st.DataObject) -> None:
-    """Whatever queries were made for the sequence before."""
-    index = NgramIndex()
-    for cut in sorted(data.draw(st.sets(st.integers(1, len(tokens)), max_size=4))):
+@given(TOKENS, st.integers(1, 6), st.booleans(), st.data())
+def test_the_index_finds_what_a_search_finds(tokens: list[int], count: int, shares: bool, data: st.DataObject) -> None:
+    """Whatever queries were made for the sequence before, and where another sample made the index of its prompt."""
+    index, first = NgramIndex(), tokens[:1]
+    if shares:
+        first = tokens[: data.draw(st.integers(1, len(tokens)))]
+        prompt = NgramIndex.of(first)
+        other, index = NgramIndex(prompt), NgramIndex(prompt)
+        other.propose([*first, *data.draw(TOKENS)], 2)
+    for cut in sorted(data.draw(st.sets(st.integers(len(first), len(tokens)), max_size=4))):
         index.propose(tokens[:cut], 2)
     assert index.propose(tokens, count) == looked_up(tokens, count)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -307,6 +309,28 @@ def test_a_request_that_ends_leaves_nothing_behind() -> None:
     run(runner, *(request(name, PROMPT, greedy_params(9)) for name in "abc"))
     assert runner.speculation is not None
     assert not runner.speculation._indices and not runner.speculation._records
+
+
+def test_samples_share_the_index_of_their_prompt() -> None:
+    """What each adds is its own, and nothing of the prompt remains after the last sample."""
+    made, prompt = Speculation(DecoderOptions(speculative="ngram", draft_policy="fixed")), [1, 2, 3, 4] * 1000
+    sample = request("0", prompt)
+    sequences = [Sequence(replace(sample, sample_index=index), index, 50) for index in range(3)]
+    for sequence in sequences:
+        sequence.computed = len(prompt)
+        sequence.tokens.append(1 + sequence.arrival)
+    made.ask(sequences)
+    assert [s.draft.tokens[:2] for s in sequences] == [[2, 3], [], []]
+    indices = list(made._indices.values())
+    first = indices[0]._prompt
+    assert first is not None and all(index._prompt is first for index in indices)
+    assert [len(index._before) for index in (first, *indices)] == [len(prompt), 1, 1, 1]
+    gone = weakref.ref(first)
+    del first, indices
+    for sequence in sequences:
+        assert gone() is not None
+        made.forget(sequence)
+    assert gone() is None
 
 
 class Heads:
