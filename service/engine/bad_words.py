@@ -1,8 +1,8 @@
 """A constraint that forbids strings in an answer, however they are tokenised.
 
 All strings form one automaton over bytes (Aho and Corasick, 1975). In each state, a token is forbidden if its bytes
-reach the end of a string. The forbidden tokens of a state are computed for the whole vocabulary at once, when the state
-is first reached.
+reach the end of a string. The forbidden tokens of the first state are computed for the whole vocabulary at once; those
+of another one, when it is first reached, for the tokens whose first byte leads to another state than from the first.
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ class TokenText:
         ]
         """For each byte position, the bytes of all tokens that are long enough, in that order."""
 
-    def allowed(self, steps: np.ndarray, ending: np.ndarray, state: int) -> np.ndarray:
-        """Bits of the tokens whose bytes lead from `state` through no state that is `ending`: uint32 `[ceil(vocabulary
-        / 32)]`. `steps`: transition table, int32 `[states, 256]`."""
-        states = np.full(len(self.tokens), state, np.int32)
-        banned = np.zeros(len(self.tokens), bool)
+    def banned(
+        self, steps: np.ndarray, ending: np.ndarray, state: int, first: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(ids of the tokens whose first byte is one of `first`, bool: whether the bytes of each lead from `state`
+        through a state that is `ending`). `steps`: transition table, int32 `[states, 256]`; `first`: bool `[256]`."""
+        places = np.flatnonzero(first[self._columns[0]]) if self._columns else np.empty(0, np.int64)
+        states = np.full(len(places), state, np.int32)
+        found = np.zeros(len(places), bool)
         for column in self._columns:
-            states = steps[states[: len(column)], column]
-            banned[: len(column)] |= ending[states]
-        bits = np.zeros(-(-len(self.tokens) // 32) * 32, bool)
-        bits[self._order] = ~banned
-        return np.packbits(bits, bitorder="little").view(np.uint32)
+            count = int(np.searchsorted(places, len(column)))
+            states = steps[states[:count], column[places[:count]]]
+            found[:count] |= ending[states]
+        return self._order[places], found
 
 
 class _Automaton:
@@ -76,11 +78,21 @@ class _Automaton:
                 self.steps[state, byte] = target
                 queue.append(target)
         self.ending = np.array(ending)
+        self._allowed = np.zeros(-(-len(text.tokens) // 32) * 32, bool)
+        """Which tokens are allowed in the first state."""
+        self._allowed[: len(text.tokens)] = True
+        ids, banned = text.banned(self.steps, self.ending, 0, np.ones(256, bool))
+        self._allowed[ids[banned]] = False
         self._masks: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def mask(self, state: int) -> np.ndarray:
+        """Bits of the tokens that are allowed in a state: uint32 `[ceil(vocabulary / 32)]`."""
         if state not in self._masks:
-            self._masks[state] = self._text.allowed(self.steps, self.ending, state)
+            # After a first byte that leads to the same state as from the first one, so do all further ones.
+            ids, banned = self._text.banned(self.steps, self.ending, state, self.steps[state] != self.steps[0])
+            allowed = self._allowed.copy()
+            allowed[ids] = ~banned
+            self._masks[state] = np.packbits(allowed, bitorder="little").view(np.uint32)
             if len(self._masks) > _MAX_MASKS:
                 self._masks.popitem(last=False)
         self._masks.move_to_end(state)
@@ -102,7 +114,6 @@ class BadWords:
         """`words`: non-empty strings."""
         self._automaton = _Automaton(text, [word.encode() for word in words])
         self._states = [0]
-        self._automaton.mask(0)
 
     def copy(self) -> BadWords:
         made = BadWords.__new__(BadWords)
