@@ -6,6 +6,7 @@ tokens that other requests will still draw. So a request that is rejected could 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -39,18 +40,22 @@ class Pace:
         rate = max(count / seconds for count, seconds in self._steps)
         return tokens / rate + steps * min(seconds for _, seconds in self._steps)
 
-    def meets(self, timeout: float, tokens: int, min_tokens: int) -> bool:
-        """Whether `tokens` prompt tokens, and the fewest output tokens that a request needs, can be computed in
-        time."""
-        return self.seconds(tokens, max(1, min_tokens) - 1) <= timeout
+    def tokens_in(self, timeout: float, min_tokens: int) -> float:
+        """How many prompt tokens can be computed in time, before the fewest output tokens that a request needs; any
+        number before any step."""
+        if not self._steps:
+            return math.inf if timeout >= 0 else -math.inf
+        rate = max(count / seconds for count, seconds in self._steps)
+        return (timeout - self.seconds(0, max(1, min_tokens) - 1)) * rate
 
     def check(self, timeout: float, tokens: int, min_tokens: int) -> None:
-        """Raises `DeadlineError`, with both numbers, if `meets` returns False."""
-        if not self.meets(timeout, tokens, min_tokens):
+        """Raises `DeadlineError`, with the numbers, if `tokens` prompt tokens or more come before the request's own
+        first tokens and cannot be computed in time."""
+        if tokens > self.tokens_in(timeout, min_tokens):
             needed = self.seconds(tokens, max(1, min_tokens) - 1)
             raise DeadlineError(
                 f"the deadline is {timeout:.3f} s away and the first tokens are at least {needed:.3f} s away: "
-                f"{tokens} prompt tokens come before them"
+                f"at least {tokens} prompt tokens come before them"
             )
 
 

@@ -136,11 +136,20 @@ class DecoderRunner:
             positions.check(prompt, last, self.config.position_axes, self.options.max_len)
 
     def _check_deadline(self, sequence: Sequence, timeout: float) -> None:
-        """Raises `DeadlineError` if the sequence cannot have its first tokens in time."""
+        """Raises `DeadlineError` if the sequence cannot have its first tokens in time. Looks up the cached prefixes of
+        no more sequences than it takes to decide."""
         least = min(sequence.request.sampling.min_tokens, sequence.limit) - sequence.output_len
-        if self.timer.pace.meets(timeout, self.scheduler.tokens_ahead(sequence, cached=False), least):
-            return
-        self.timer.pace.check(timeout, self.scheduler.tokens_ahead(sequence), least)
+        scheduler, most = self.scheduler, self.timer.pace.tokens_in(timeout, least)
+        ahead = scheduler.ahead(sequence)
+        tokens, unknown = 0, sum(scheduler.missing(other, cached=False) for other in ahead)
+        for other in ahead:
+            if tokens + unknown <= most:
+                return
+            unknown -= scheduler.missing(other, cached=False)
+            tokens += scheduler.missing(other)
+            if tokens > most:
+                break
+        self.timer.pace.check(timeout, tokens, least)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request without an event and frees all that it holds. Returns False if there is no request of this id.

@@ -170,18 +170,16 @@ class Scheduler:
             self.admission.could_start(s) or (s.request.spans and s.source_error()) for s in self.waiting
         )
 
-    def tokens_ahead(self, sequence: Sequence, *, cached: bool = True) -> int:
-        """Prompt tokens to compute before the first token of a waiting sequence: its own and those of all sequences
-        before it.
-
-        `cached`: without the cached ones, which takes lookups; otherwise the result is an upper bound.
-        """
+    def ahead(self, sequence: Sequence) -> list[Sequence]:
+        """A waiting sequence, and all sequences before it: their prompts are computed before its first token."""
         others = (*self.running, *self.waiting)
-        before = [other for other in others if other is not sequence and other.order < sequence.order]
-        return sum(
-            max(0, other.prompt_len - max(other.computed, self.admission.lookup(other).tokens if cached else 0))
-            for other in (*before, sequence)
-        )
+        return [sequence, *(other for other in others if other is not sequence and other.order < sequence.order)]
+
+    def missing(self, sequence: Sequence, *, cached: bool = True) -> int:
+        """Number of prompt tokens of a sequence that have to be computed. `cached`: without the cached ones, which
+        takes a lookup."""
+        done = max(sequence.computed, self.admission.lookup(sequence).tokens if cached else 0)
+        return max(0, sequence.prompt_len - done)
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and what is held now."""

@@ -385,11 +385,30 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_both_numbers() -> None:
     runner.timer.clock = lambda: next(seconds)
     run(runner, request("first", range(8), greedy_params(1)))
     runner.add(request("in time", range(40), greedy_params(1), timeout=10.5))
-    message = r"deadline is 10.500 s away .* at least 20.000 s away: 80 prompt tokens"
+    message = r"deadline is 10.500 s away .* at least 20.000 s away: at least 80 prompt tokens"
     with pytest.raises(DeadlineError, match=message):
         runner.add(request("late", range(1, 41), greedy_params(1), timeout=10.5))
     assert set(runner.answers.sequences) == {"in time"}
     run(runner)
+
+
+def test_a_deadline_looks_up_no_more_prefixes_than_it_takes() -> None:
+    """A request is rejected once the prompts before it take too long, and accepted once all others would not."""
+    runner = make_runner(CONFIG, WEIGHTS, max_batched_tokens=4, max_seqs=1, state_cache="all")
+    seconds = iter(range(10**6))
+    runner.timer.clock = lambda: next(seconds)
+    run(runner, request("first", range(32), greedy_params(1)))
+    for index in range(30):
+        runner.add(request(f"waits {index}", [*range(32), 50 + index], greedy_params(1)))
+
+    def looked_up() -> int:
+        return sum(bool(sequence.lookup.chain) for sequence in runner.scheduler.waiting)
+
+    with pytest.raises(DeadlineError, match="at least 21 prompt tokens"):
+        runner.add(request("late", range(60, 80), greedy_params(1), timeout=5.0))
+    assert looked_up() == 1
+    runner.add(request("in time", [1] * 200, greedy_params(1), timeout=(200 + 5 + 25 * 33) / 4 + 0.1))
+    assert looked_up() == 1 + 1 + 4
 
 
 def test_a_deadline_counts_no_token_that_will_not_be_drawn() -> None:

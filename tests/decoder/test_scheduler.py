@@ -659,6 +659,6 @@ def test_prompts_before_it_count_and_what_is_computed_does_not() -> None:
     advance(scheduler)
     later = scheduler.queues.add(request("later", 10, 4))
     scheduler.queues.add(request("after", 20, 4))
-    assert scheduler.tokens_ahead(later) == 8 + 10
+    assert [scheduler.missing(sequence) for sequence in scheduler.ahead(later)] == [10, 8]
     urgent = scheduler.queues.add(request("urgent", 5, 4, priority=1))
-    assert scheduler.tokens_ahead(urgent) == 5
+    assert [scheduler.missing(sequence) for sequence in scheduler.ahead(urgent)] == [5]
