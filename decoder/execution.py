@@ -42,7 +42,7 @@ class Execution:
         speculation: Speculation | None,
         drafter: MtpDrafter | None,
         pools: Pools,
-        prompt_scores: PromptScores,
+        prompt_scores: PromptScoring,
         at_once: bool,
         overlaps: bool,
     ) -> None:

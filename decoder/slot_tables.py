@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from decoder.config import DecoderOptions
 from decoder.sequence import Sequence
 from decoder.step import Row
-from kernels.transfer import upload
+from kernels.transfer import send, upload
 
 
 class PageTables:
@@ -80,34 +81,41 @@ class SlotStates:
 
 
 class EndTokens:
-    """End and stop tokens of every batch slot, `[max_seqs, width]` int64 on the device; -1 after the last one."""
+    """Which tokens end the sequence of each batch slot: a bit for each token, `[max_seqs, ceil(vocabulary / 64)]` int64
+    on the device. A request may have any number of stop tokens."""
 
-    def __init__(self, options: DecoderOptions) -> None:
-        self.ends = torch.full((options.max_seqs, 0), -1, dtype=torch.int64, device=options.device)
+    def __init__(self, options: DecoderOptions, vocab_size: int) -> None:
+        self._width = -(-vocab_size // 64)
+        self.bits = torch.zeros(options.max_seqs, self._width, dtype=torch.int64, device=options.device)
         self._written = [-1] * options.max_seqs
+        self._any = [False] * options.max_seqs
+        """Whether the batch slot has an end token."""
 
     def reached(self, tokens_L: Tensor, owners: SequenceOf[Sequence]) -> Tensor | None:
         """`[L]` bool: whether each token ends its sequence. `None` if none of them can."""
         for owner in owners:
             self._update(owner)
-        width = self.ends.shape[1]
-        if width == 0:
+        batch_slots = [owner.held.batch_slot for owner in owners]
+        if not any(self._any[slot] for slot in batch_slots):
             return None
         # With a constraint, end tokens are drawn only if they may end the sequence, even before `min_tokens`.
-        open_ = [bool(owner.guide) or owner.output_len >= owner.request.sampling.min_tokens for owner in owners]
-        batch_slots, able = upload([[owner.held.batch_slot for owner in owners], open_], torch.int64, self.ends.device)
-        return (self.ends.index_select(0, batch_slots) == tokens_L[:, None]).any(-1).logical_and_(able)
+        open_ = [int(bool(owner.guide) or owner.output_len >= owner.request.sampling.min_tokens) for owner in owners]
+        rows = [slot * self._width for slot in batch_slots]
+        first, able = upload([rows, open_], torch.int64, self.bits.device)
+        words = self.bits.view(-1).index_select(0, first + (tokens_L >> 6))
+        return (words >> (tokens_L & 63) & able).bool()
 
     def _update(self, owner: Sequence) -> None:
-        if self._written[owner.held.batch_slot] == owner.held.admission:
+        slot = owner.held.batch_slot
+        if self._written[slot] == owner.held.admission:
             return
-        self._written[owner.held.batch_slot] = owner.held.admission
+        self._written[slot] = owner.held.admission
         params = owner.request.sampling
         ignored = params.ignore_eos and owner.guide is None
-        ends = list(params.stop_token_ids | (frozenset() if ignored else owner.request.eos_token_ids))
-        if len(ends) > self.ends.shape[1]:
-            wider = self.ends.new_full((self.ends.shape[0], len(ends)), -1)
-            wider[:, : self.ends.shape[1]] = self.ends
-            self.ends = wider
-        ends += [-1] * (self.ends.shape[1] - len(ends))
-        self.ends[owner.held.batch_slot] = upload(ends, torch.int64, self.ends.device)
+        ends = params.stop_token_ids | (frozenset() if ignored else owner.request.eos_token_ids)
+        if ends or self._any[slot]:
+            bits = np.zeros(64 * self._width, bool)
+            bits[list(ends)] = True
+            words = np.packbits(bits, bitorder="little").view(np.int64)
+            self.bits[slot] = send(torch.from_numpy(words), self.bits.device)
+        self._any[slot] = bool(ends)

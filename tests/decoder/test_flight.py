@@ -31,7 +31,7 @@ def reached(ends: EndTokens, owners: list[Sequence], tokens: list[int]) -> list[
 
 
 def test_ends_of_other_batch_slots_stay_when_one_brings_more() -> None:
-    ends = EndTokens(DecoderOptions(max_seqs=4))
+    ends = EndTokens(DecoderOptions(max_seqs=4), 100)
     first, second, third = owner(0, 0, {5, 6}), owner(2, 1, {7}, eos={8, 9, 10}), owner(3, 2, set())
     assert reached(ends, [first], [5]) == [True]
     assert reached(ends, [first, second, third], [6, 10, 5]) == [True, True, False]
@@ -45,16 +45,28 @@ def test_ends_of_other_batch_slots_stay_when_one_brings_more() -> None:
 
 
 def test_a_batch_slot_forgets_who_had_it() -> None:
-    ends = EndTokens(DecoderOptions(max_seqs=2))
+    ends = EndTokens(DecoderOptions(max_seqs=2), 100)
     assert reached(ends, [owner(0, 0, {5, 6, 7}), owner(1, 1, {6})], [7, 6]) == [True, True]
     later = owner(0, 2, {9})
     assert [reached(ends, [later], [token]) for token in (5, 6, 7, 9)] == [[False], [False], [False], [True]]
-    assert reached(ends, [owner(0, 3, set())], [9]) == [False]
+    assert reached(ends, [owner(0, 3, set())], [9]) is None
+    assert reached(ends, [owner(0, 3, set()), owner(1, 1, {6})], [9, 9]) == [False, False]
     assert reached(ends, [owner(1, 1, {6})], [6]) == [True]
 
 
+def test_any_number_of_stop_tokens_takes_the_same_memory() -> None:
+    ends = EndTokens(DecoderOptions(max_seqs=2), 1000)
+    shape = ends.bits.shape
+    assert ends.bits.nbytes <= 2 * 1000 / 8 + 16
+    assert reached(ends, [owner(0, 0, set(range(0, 1000, 2))), owner(1, 1, {999})], [998, 998]) == [True, False]
+    for token in (0, 63, 64, 511, 998, 999):
+        found = reached(ends, [owner(1, 1, {999}), owner(0, 0, set())], [token] * 2)
+        assert found == [token == 999, token % 2 == 0]
+    assert ends.bits.shape == shape
+
+
 def test_nobody_with_an_end_asks_nothing() -> None:
-    ends = EndTokens(DecoderOptions(max_seqs=2))
+    ends = EndTokens(DecoderOptions(max_seqs=2), 100)
     assert reached(ends, [owner(0, 0, set()), owner(1, 1, set(), eos={4}, ignore_eos=True)], [4, 4]) is None
     assert reached(ends, [owner(0, 2, set(), eos={4})], [4]) == [True]
     assert reached(ends, [owner(0, 3, {4}, eos={5}, ignore_eos=True)], [5]) == [False]
@@ -63,7 +75,7 @@ def test_nobody_with_an_end_asks_nothing() -> None:
 
 def test_an_end_before_min_tokens_is_none() -> None:
     """The token in question is number `drawn` + 1 of the answer."""
-    ends = EndTokens(DecoderOptions(max_seqs=1))
+    ends = EndTokens(DecoderOptions(max_seqs=1), 100)
     for drawn, ended in ((0, False), (3, False), (4, True), (5, True)):
         assert reached(ends, [owner(0, 0, {5}, drawn=drawn, min_tokens=4)], [5]) == [ended]
 
