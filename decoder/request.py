@@ -46,7 +46,7 @@ class EmbeddingSource(Protocol):
 
     @property
     def error(self) -> Exception | None:
-        """The reason why there will be no rows, or `None`."""
+        """The reason why there will be no rows, or `None`; there is one for all temporal patches of a clip, or none."""
 
     def rows(self) -> torch.Tensor:
         """`[end - start, hidden]` in the decoder's dtype; the decoder only reads it."""

@@ -32,7 +32,7 @@ from enum import Enum
 from decoder.cached import Checkpoint, Hit
 from decoder.checkpoints import NEVER
 from decoder.guide import Guide
-from decoder.request import DecoderRequest
+from decoder.request import DecoderRequest, EmbeddingSource
 
 UNREAD = -1
 """Placeholder in a sequence's tokens for a token that has been drawn on the device and has not been read."""
@@ -156,8 +156,11 @@ class Sequence:
     """Whether its next token is always the one with the largest raw logit, and nothing else is requested."""
     reads_prompt: bool = field(init=False)
     """Whether log-probabilities or hidden states of its prompt are wanted."""
+    last_spans: tuple[EmbeddingSource, ...] = field(init=False)
+    """The last span of each image and clip."""
 
     def __post_init__(self) -> None:
+        self.last_spans = tuple(span for span in self.request.spans if span.complete)
         self.plain = self.request.sampling.plain and self.request.constraint is None
         self.reads_prompt = self.request.pooled or self.request.sampling.prompt_logprobs is not None
         if not self.tokens:
@@ -228,8 +231,10 @@ class Sequence:
         return len(self.tokens)
 
     def source_error(self) -> Exception | None:
-        """The error of the first span that has one."""
-        for span in self.request.spans[self.next_span :]:
-            if span.error is not None:
-                return span.error
+        """The error of the first image or clip that has one. Asked in each step, so of each clip only its last span is
+        asked: there may be hundreds of thousands of spans in the queue."""
+        if self.next_span < len(self.request.spans):
+            for span in self.last_spans:
+                if span.error is not None:
+                    return span.error
         return None

@@ -429,6 +429,26 @@ def test_a_step_costs_the_same_however_many_samples_wait_for_their_prompt() -> N
     assert many <= 1.1 * few, f"{few} lines with 2 samples of each prompt, {many} with 50"
 
 
+def test_a_step_costs_the_same_however_many_patches_waiting_clips_have() -> None:
+    """Ten requests with a clip each, which is not ready. One that fails is found all the same."""
+
+    def cost(patches: int) -> int:
+        scheduler = make(max_len=2048)
+        for number in range(10):
+            spans = [span(start, 1, False) for start in range(patches)]
+            for part in spans[:-1]:
+                part.complete = False
+            scheduler.queues.add(request(str(number), 1500, 12, tuple(spans)))
+        found = lines_run(lambda: (scheduler.runnable, scheduler.schedule()))
+        for part in spans:
+            part.error = ValueError("broken")
+        assert scheduler.runnable and [s.request_id for s, _ in scheduler.schedule().failed] == ["9"]
+        return found
+
+    few, many = cost(2), cost(500)
+    assert many <= 1.1 * few, f"{few} lines with 2 temporal patches in each clip, {many} with 500"
+
+
 def test_samples_enter_by_urgency_whichever_way_they_come_to_wait() -> None:
     """A sample that no longer waits for the first one, which has left, keeps its place before later requests."""
     scheduler = make(max_seqs=1)
