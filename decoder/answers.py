@@ -8,7 +8,7 @@ from typing import Any
 from decoder.flight import Flight
 from decoder.pace import StepTimer
 from decoder.pooling import Pools
-from decoder.prompt_scores import PromptScores
+from decoder.prompt_scores import PromptScoring
 from decoder.request import FinishReason, TokenEvent
 from decoder.sampler import Choice
 from decoder.sequence import Sequence
@@ -25,7 +25,7 @@ class Answers:
         states: States,
         speculation: Speculation | None,
         pools: Pools,
-        prompt_scores: PromptScores,
+        prompt_scores: PromptScoring,
         timer: StepTimer,
         *,
         at_once: bool,

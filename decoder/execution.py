@@ -13,7 +13,7 @@ from decoder.graphs import Forward
 from decoder.model import HybridModel
 from decoder.mtp import MtpDrafter
 from decoder.pooling import Pools
-from decoder.prompt_scores import PromptScores
+from decoder.prompt_scores import PromptScoring
 from decoder.sampler import Sampler
 from decoder.scheduler import Scheduler
 from decoder.sequence import Sequence as Owner
@@ -55,7 +55,7 @@ class Execution:
         self.counters = {"steps": 0, "batched_tokens": 0, "overlapped_steps": 0}
         self._device, self._hidden_size = options.device, config.hidden_size
         self._at_once = at_once
-        self._ends = EndTokens(options) if overlaps else None
+        self._ends = EndTokens(options, config.vocab_size) if overlaps else None
 
     def run(
         self, step: Step, started: float, before: Flight | None = None, read: Callable[[], None] | None = None

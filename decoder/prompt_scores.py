@@ -6,12 +6,15 @@ of images, which are not tokens.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from decoder.request import PromptScore
+from decoder.request import PromptScore, PromptScores
 from decoder.step import Row
 from kernels.sample import logprobs
 
@@ -19,13 +22,13 @@ BLOCK = 64
 """Positions whose logits are in memory at a time."""
 
 
-class PromptScores:
+class PromptScoring:
     """Scores of the running requests that asked for them."""
 
-    def __init__(self, logits: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, logits: Callable[[Tensor], Tensor], vocab_size: int) -> None:
         """`logits`: hidden rows `[T, d]` before the final norm -> `[T, vocab]`."""
-        self._logits = logits
-        self._found: dict[str, list[PromptScore]] = {}
+        self._logits, self._vocab_size = logits, vocab_size
+        self._found: dict[str, PromptScores] = {}
 
     def add(self, rows: Iterable[Row], hidden_TD: Tensor) -> None:
         """Adds the hidden rows of a step, in the order of `rows`. No work if no request asked for scores. One host sync
@@ -41,24 +44,24 @@ class PromptScores:
 
     def _add(self, row: Row, hidden_TD: Tensor) -> None:
         request = row.sequence.request
-        found = self._found.setdefault(request.request_id, [])
+        count = min(request.sampling.prompt_logprobs or 0, self._vocab_size)
         if row.start == 0:
-            found.clear()
-        rows_of_images = {p for span in request.spans for p in range(span.start, span.end)}
+            self._found.pop(request.request_id, None)
+        found = self._found.setdefault(request.request_id, PromptScores(count))
         last = min(row.end, row.sequence.prompt_len - 1)
+        within = ((max(span.start, row.start), min(span.end, last + 1)) for span in request.spans)
+        rows_of_images = {p for start, end in within for p in range(start, end)}
         places = [p for p in range(row.start, last) if p + 1 not in rows_of_images]
-        count = request.sampling.prompt_logprobs or 0
         for begin in range(0, len(places), BLOCK):
             part = places[begin : begin + BLOCK]
             index = torch.tensor([p - row.start for p in part], device=hidden_TD.device)
             targets = torch.tensor([request.prompt_ids[p + 1] for p in part], device=hidden_TD.device)
             scores = self._logits(hidden_TD.index_select(0, index)).float()
-            chosen, ids, values = logprobs(scores, targets, count)
-            for p, token, logprob, top, best in zip(
-                part, targets.tolist(), chosen.tolist(), ids.tolist(), values.tolist(), strict=True
-            ):
-                found.append(PromptScore(p + 1, token, logprob, tuple(zip(top, best, strict=True))))
+            found.positions.extend(p + 1 for p in part)
+            columns: tuple[array[Any], ...] = (found.tokens, found.logprobs, found.top_tokens, found.top_logprobs)
+            for column, values in zip(columns, (targets, *logprobs(scores, targets, count)), strict=True):
+                column.frombytes(values.cpu().contiguous().numpy().tobytes())
 
-    def take(self, request_id: str) -> tuple[PromptScore, ...]:
+    def take(self, request_id: str) -> SequenceOf[PromptScore]:
         """Returns and drops the scores of a request, by position."""
-        return tuple(self._found.pop(request_id, ()))
+        return self._found.pop(request_id, ())

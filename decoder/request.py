@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, overload
 
 from decoder.constraints import Constraint
 from decoder.positions import Positions
@@ -120,6 +121,36 @@ class PromptScore:
     """(token, logprob) of the likeliest tokens at this position, likeliest first."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptScores(SequenceOf[PromptScore]):
+    """The scores of a prompt, by position. Kept in arrays, of which another process gets thousands in the time that a
+    few objects take."""
+
+    width: int
+    """Number of likeliest tokens at each position."""
+    positions: array[int] = field(default_factory=lambda: array("q"))
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    top_tokens: array[int] = field(default_factory=lambda: array("q"))
+    """`width` for each position, one after the other."""
+    top_logprobs: array[float] = field(default_factory=lambda: array("f"))
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @overload
+    def __getitem__(self, index: int) -> PromptScore: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PromptScore]: ...
+    def __getitem__(self, index: int | slice) -> PromptScore | list[PromptScore]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        first, last = at * self.width, (at + 1) * self.width
+        top = zip(self.top_tokens[first:last], self.top_logprobs[first:last], strict=True)
+        return PromptScore(self.positions[at], self.tokens[at], self.logprobs[at], tuple(top))
+
+
 class TokenEvent(NamedTuple):
     """The result of one step for one request: a token, the end, or both."""
 
@@ -138,7 +169,7 @@ class TokenEvent(NamedTuple):
     """The end or stop token that ended the request: `token_id`, which is then not part of the text."""
     pooled: Pooled | None = None
     """With the first token, if requested."""
-    prompt_scores: tuple[PromptScore, ...] = ()
+    prompt_scores: SequenceOf[PromptScore] = ()
     """With the first token, if requested."""
     scheduled: float | None = None
     """With the first token: when its first step was scheduled, by `time.monotonic`."""

@@ -25,7 +25,7 @@ from decoder.mtp import MtpDrafter
 from decoder.pace import StepTimer
 from decoder.pooling import Pools
 from decoder.prefix_cache import COUNTERS, PrefixCache
-from decoder.prompt_scores import PromptScores
+from decoder.prompt_scores import PromptScoring
 from decoder.request import DecoderRequest, TokenEvent
 from decoder.sampler import Sampler
 from decoder.scheduler import Scheduler
@@ -72,7 +72,7 @@ class DecoderRunner:
             self.arena, self.model, self.builder, self.scheduler, self.drafter,
             empties=self.model.empties_rings and self.forward.graphs is None, at_once=at_once,
         )  # fmt: skip
-        pools, scores = Pools(self.model.final_norm), PromptScores(self.model.logits)
+        pools, scores = Pools(self.model.final_norm), PromptScoring(self.model.logits, config.vocab_size)
         self.execution = Execution(
             config, options, scheduler=self.scheduler, states=self.states, model=self.model, forward=self.forward,
             sampler=self.sampler, speculation=self.speculation, drafter=self.drafter, pools=pools,

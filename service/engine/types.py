@@ -95,7 +95,7 @@ class EngineEvent(NamedTuple):
     message: str = ""
     embedded: tuple[bytes, ...] = ()
     """Little-endian float32: (last, mean) for `hidden`, (rows,) for `image`."""
-    prompt_scores: tuple[PromptScore, ...] = ()
+    prompt_scores: Sequence[PromptScore] = ()
     """With a first token, if the request asks for them."""
     scheduled: float | None = None
     """With a first token: when the decoder scheduled its first step, by `time.monotonic`, which is the same in all

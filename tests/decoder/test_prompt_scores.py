@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -44,6 +45,17 @@ def test_scores_are_those_of_the_oracle(options: dict[str, Any]) -> None:
         assert score.token == PROMPT[score.position]
         assert score.logprob == pytest.approx(float(row[score.token]), abs=1e-4)
         assert [token for token, _ in score.top] == row.topk(2)[1].tolist()
+
+
+def test_scores_of_a_long_prompt_cross_as_arrays() -> None:
+    """As an object for each token, those of 32,768 tokens would stop the engine's thread for as long as many steps."""
+    found = scores()
+    sent = pickle.dumps(found)
+    assert len(sent) < len(found) * (2 * 8 + 4 + 2 * (8 + 4)) + 600
+    other = pickle.loads(sent)
+    assert list(other) == list(found) == [found[at] for at in range(-len(found), 0)] and found[3:5] == list(found)[3:5]
+    with pytest.raises(IndexError):
+        found[len(found)]
 
 
 def test_a_prompt_that_is_read_again_is_scored_once() -> None:

@@ -112,6 +112,14 @@ def test_ties_are_ordered_by_id() -> None:
     assert draw_filtered(logits, edges, torch.zeros(3, dtype=torch.int64), top_p, none[1]).tolist() == [0, 1, 2]
 
 
+def test_log_probabilities_do_not_depend_on_the_number_of_rows() -> None:
+    logits, tokens = torch.randn(35, 3000) * 5, torch.arange(35)
+    chosen, ids, values = logprobs(logits, tokens, 4)
+    norm = torch.logsumexp(logits, -1)
+    assert torch.equal(chosen, logits[torch.arange(35), tokens] - norm)
+    assert torch.equal(values, logits.gather(1, ids) - norm[:, None])
+
+
 @pytest.mark.parametrize("vocab", [3, 500, 5000])
 @pytest.mark.parametrize("count", [1, 2, 20, 499, 5000])
 def test_reported_ties_are_ordered_by_id(vocab: int, count: int) -> None:
