@@ -31,7 +31,6 @@ from service.common.types import (
     Logprob,
     MediaLayout,
     MediaSource,
-    PromptLogprob,
     RawInput,
     Started,
     Tokenized,
@@ -172,11 +171,12 @@ def event_to_proto(event: Event) -> inference_pb2.StreamGenerateResponse:
             )  # fmt: skip
             return inference_pb2.StreamGenerateResponse(delta=delta)
     finished = inference_pb2.Finished(
-        index=event.index, finish_reason=_REASONS[event.reason], usage=_usage(event.usage),
-        prompt_logprobs=[_prompt_logprob(p) for p in event.prompt_logprobs],
-    )  # fmt: skip
+        index=event.index, finish_reason=_REASONS[event.reason], usage=_usage(event.usage)
+    )
     _set_stop(finished, event)
-    return inference_pb2.StreamGenerateResponse(finished=finished)
+    response = inference_pb2.StreamGenerateResponse(finished=finished)
+    _add_prompt(response.finished, event)
+    return response
 
 
 def merged_calls(deltas: Sequence[CallDelta]) -> list[types_pb2.ToolCallDelta]:
@@ -205,8 +205,11 @@ def _logprob(value: Logprob) -> types_pb2.TokenLogprob:
     return types_pb2.TokenLogprob(token_id=value.token_id, logprob=value.logprob, top=top, token=own)
 
 
-def _prompt_logprob(value: PromptLogprob) -> types_pb2.PromptLogprob:
-    return types_pb2.PromptLogprob(position=value.position, token=_logprob(value.token))
+def _add_prompt(target: inference_pb2.Finished | inference_pb2.GenerateResponse, event: Finished) -> None:
+    """Adds the log-probabilities of a prompt one by one: to copy those of a long prompt in one call would stop all
+    other threads for a tenth of a second."""
+    for value in event.prompt_logprobs:
+        target.prompt_logprobs.add(position=value.position, token=_logprob(value.token))
 
 
 def _media(layouts: Iterable[MediaLayout]) -> list[types_pb2.MediaLayout]:
@@ -241,7 +244,7 @@ class ResponseBuilder:
         self._text: dict[int, list[tuple[str, str]]] = {}
         """Reasoning and text of the deltas of each sample."""
         self._calls: dict[int, list[CallDelta]] = {}
-        self._prompt: list[types_pb2.PromptLogprob] = []
+        self._response = inference_pb2.GenerateResponse()
 
     def add(self, event: Event) -> None:
         match event:
@@ -258,28 +261,26 @@ class ResponseBuilder:
                 sample.finish_reason = _REASONS[event.reason]
                 sample.usage.CopyFrom(_usage(event.usage))
                 _set_stop(sample, event)
-                self._prompt += [_prompt_logprob(p) for p in event.prompt_logprobs]
+                _add_prompt(self._response, event)
 
     def _sample(self, index: int) -> inference_pb2.Sample:
         return self._samples.setdefault(index, inference_pb2.Sample(index=index))
 
     def response(self) -> inference_pb2.GenerateResponse:
+        """The response, once all events have been added. To be called once."""
         assert self._started is not None, "a stream without Started"
         for index, pieces in self._text.items():
             reasoning, text = ("".join(part) for part in zip(*pieces))
             self._samples[index].reasoning, self._samples[index].text = reasoning, text
             for call in merged_calls(self._calls[index]):
                 self._samples[index].tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
-        return inference_pb2.GenerateResponse(
-            request_id=self._started.request_id,
-            model=self._started.model,
-            model_version=self._started.version,
-            seed=self._started.seed,
-            samples=[self._samples[i] for i in sorted(self._samples)],
-            prompt_logprobs=self._prompt,
-            media=_media(self._started.media),
-            prompt_token_ids=self._started.prompt_ids,
-        )
+        response, started = self._response, self._started
+        response.request_id, response.seed = started.request_id, started.seed
+        response.model, response.model_version = started.model, started.version
+        response.samples.extend(self._samples[i] for i in sorted(self._samples))
+        response.media.extend(_media(started.media))
+        response.prompt_token_ids.extend(started.prompt_ids)
+        return response
 
 
 def model_to_proto(
