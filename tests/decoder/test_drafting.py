@@ -67,6 +67,12 @@ def test_what_repeats_is_drafted_as_far_as_asked() -> None:
     assert NgramIndex().propose([1, 2, 3, 4], 5) == []
 
 
+def test_a_longer_run_in_the_prompt_is_found_behind_one_in_the_output() -> None:
+    prompt = [5, 1, 2, 7]
+    for index in (NgramIndex(), NgramIndex(NgramIndex.of(prompt))):
+        assert index.propose([*prompt, 1, 2, 8, 5, 1, 2], 1) == [7]
+
+
 def test_a_run_that_came_too_often_is_looked_for_a_while() -> None:
     index, tokens = NgramIndex(), [5, 1, 2, *[9, 1, 2] * 5000, 5, 1, 2]
     assert index.propose(tokens, 1) == [5]  # the longest run, 5 1 2, lies too far back
