@@ -4,6 +4,7 @@ client."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import cast
 
 from decoder.sampling import SamplingParams
@@ -48,7 +49,7 @@ class Answer:
         arrived: float,
     ) -> None:  # fmt: skip
         """`arrived`: when the request arrived, by `time.monotonic`."""
-        self.prompt_scores: list[PromptLogprob] = []
+        self.prompt_scores: Sequence[PromptLogprob] = ()
         self._spec, self._prompt, self._params, self._assets, self._info = spec, prompt, params, assets, info
         self._arrived, self._clock = arrived, Clock(arrived)
         continued = spec.input.continued_text if isinstance(spec.input, ChatInput) else ""
@@ -198,7 +199,7 @@ class Answer:
             len(prompt.ids), prompt.image_tokens, sample.cached_tokens, sample.tokens, clock.queue, clock.first_token,
             prompt.video_tokens, prompt.frames, sample.reasoning_tokens, clock.last_token,
         )  # fmt: skip
-        scores = tuple(self.prompt_scores) if index == 0 else ()
+        scores = self.prompt_scores if index == 0 else ()
         asked = stop_token if stop_token in self._params.stop_token_ids else None  # not the model's own end
         return Finished(index, reason, usage, sample.stop_string, asked, scores)
 

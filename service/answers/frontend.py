@@ -25,7 +25,7 @@ from service.answers.bounds import FrontendLimits
 from service.answers.mailbox import Mailbox, Mailboxes
 from service.answers.prepare import Preparation, Resolver, no_references
 from service.answers.prompts import Prompt
-from service.answers.relay import engine_error, read_prompt_scores
+from service.answers.relay import PromptLogprobs, engine_error
 from service.answers.sampling import make_sampling, size_of_sampling
 from service.answers.tool_calls import with_tools
 from service.common import errors
@@ -246,8 +246,8 @@ class Frontend:
             if params.prompt_logprobs is not None:  # the client has not received them, since they come with the end
                 request = answer.prompt_request(self._engine_id(spec), salt, timeout)
                 event = await self._only_event(request, call)
-                await self._read_prompt_scores(answer, [event])
-                ended = replace(ended, prompt_logprobs=tuple(answer.prompt_scores))
+                self._read_prompt_scores(answer, [event])
+                ended = replace(ended, prompt_logprobs=answer.prompt_scores)
             yield ended
             return
         names = [self._engine_id(spec) for _ in range(spec.n)]
@@ -261,7 +261,7 @@ class Frontend:
             while not answer.done:
                 batch = await call.mail.take()
                 answer.tick(batch)
-                await self._read_prompt_scores(answer, batch)
+                self._read_prompt_scores(answer, batch)
                 for index, name in enumerate(names):
                     events = [event for event in batch if event.request_id == name]
                     if not events or answer.is_done(index):
@@ -279,10 +279,8 @@ class Frontend:
                 if not answer.is_done(index):
                     self.engine.abort(name)
 
-    async def _read_prompt_scores(self, answer: Answer, batch: list[EngineEvent]) -> None:
-        """Reads the log-probabilities of the prompt, which arrive with a first token; all samples have the same."""
+    def _read_prompt_scores(self, answer: Answer, batch: list[EngineEvent]) -> None:
+        """Keeps the log-probabilities of the prompt, which arrive with a first token; all samples have the same."""
         for event in batch:
             if event.prompt_scores and not answer.prompt_scores:
-                answer.prompt_scores += await self._quick(
-                    len(event.prompt_scores), read_prompt_scores, event, self.assets.tokenizer
-                )
+                answer.prompt_scores = PromptLogprobs(event.prompt_scores, self.assets.tokenizer)

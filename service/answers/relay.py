@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
+from decoder.request import PromptScore
 from service.answers.reasoning import ReasoningSplit
 from service.answers.stops import StopMatcher
 from service.answers.tool_calls import CallSplit
@@ -161,11 +162,25 @@ class Clock:
                 self.first_token = self.first_token or self.last_token
 
 
-def read_prompt_scores(event: EngineEvent, tokenizer: Tokenizer | None) -> list[PromptLogprob]:
-    return [
-        PromptLogprob(score.position, read_logprob(score.token, score.logprob, score.top, tokenizer))
-        for score in event.prompt_scores
-    ]
+class PromptLogprobs(Sequence[PromptLogprob]):
+    """The scores of a prompt with the texts of their tokens, each made when it is read: those of a long prompt take a
+    hundred megabytes together."""
+
+    def __init__(self, scores: Sequence[PromptScore], tokenizer: Tokenizer | None) -> None:
+        self._scores, self._tokenizer = scores, tokenizer
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    @overload
+    def __getitem__(self, index: int) -> PromptLogprob: ...
+    @overload
+    def __getitem__(self, index: slice) -> PromptLogprobs: ...
+    def __getitem__(self, index: int | slice) -> PromptLogprob | PromptLogprobs:
+        if isinstance(index, slice):
+            return PromptLogprobs(self._scores[index], self._tokenizer)
+        score = self._scores[index]
+        return PromptLogprob(score.position, read_logprob(score.token, score.logprob, score.top, self._tokenizer))
 
 
 def read_logprob(

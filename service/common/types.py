@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -370,7 +370,7 @@ class Finished:
     stop_string: str | None = None
     stop_token: int | None = None
     """The one of the request's `stop_token_ids` that ended it; None for the model's own end token."""
-    prompt_logprobs: tuple[PromptLogprob, ...] = ()
+    prompt_logprobs: Sequence[PromptLogprob] = ()
     """Only in the first sample, if prompt log-probabilities were requested."""
 
 

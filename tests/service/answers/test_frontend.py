@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
 
-from decoder.request import PromptScore
+from decoder.request import PromptScore, PromptScores
 from service.answers.bounds import FrontendLimits
 from service.answers.calls import Calls
 from service.answers.coalesce import coalesce
 from service.answers.frontend import Frontend
 from service.common import errors
 from service.common.config import ServerOptions
-from service.common.types import Delta, Event, Finished, GenerateSpec, Image, RawInput, Started, TokensInput, Usage
+from service.common.types import (
+    Delta,
+    Event,
+    Finished,
+    GenerateSpec,
+    Image,
+    Logprob,
+    PromptLogprob,
+    RawInput,
+    Started,
+    TokensInput,
+    Usage,
+)
 from service.engine.types import EngineEvent, EngineRequest
 from service.media.patches import local_processor
 from service.model.assets import ModelAssets
@@ -251,6 +265,29 @@ def test_log_probabilities_of_the_prompt_come_with_the_end_or_an_error(
         engine.say(*first, EngineEvent(name, error="died"))
         with pytest.raises(errors.Unavailable):
             await task
+
+    with_frontend(assets, body)
+
+
+def test_log_probabilities_of_a_long_prompt_are_made_one_by_one(assets: ModelAssets) -> None:
+    """As objects, those of 32,768 tokens with 20 alternatives take a hundred megabytes."""
+    count = 3000
+    scores = PromptScores(1, *(array("q", range(count)) for _ in range(2)), array("f", [-0.5] * count),
+                          array("q", [7] * count), array("f", [-0.25] * count))  # fmt: skip
+    given = spec(ids=2, sampling={"max_tokens": 3, "prompt_logprobs": 1})
+
+    async def body(frontend: Frontend, engine: Told) -> None:
+        task = await asked(frontend, engine, given)
+        (name,) = engine.requests[-1].names
+        engine.say(EngineEvent(name, 33, prompt_scores=scores, finish_reason="length"))
+        (end,) = ends(await task)
+        assert len(end.prompt_logprobs) == count
+        assert sum(isinstance(thing, PromptLogprob) for thing in gc.get_objects()) < 10
+        last, token = end.prompt_logprobs[-1], assets.tokenizer
+        assert token is not None
+        texts = (token.token_bytes(count - 1), token.token_bytes(7))
+        assert last == PromptLogprob(count - 1, Logprob(count - 1, -0.5, ((7, -0.25),), texts))
+        assert list(end.prompt_logprobs)[5:9] == list(end.prompt_logprobs[5:9])
 
     with_frontend(assets, body)
 
