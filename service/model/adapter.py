@@ -192,20 +192,31 @@ class Adapter:
         whole = [Saved(parameter, self._part(tensor)) for parameter, tensor in found.saved.items()]
         return [*whole, *rows, *added]
 
-    def check_named(self, layers: Collection[str], tied: Collection[str]) -> None:
+    def check_named(
+        self, layers: Collection[str], tied: Collection[str], holders: Collection[str], known: Known
+    ) -> None:
         """Raises CheckpointError for a module that the configuration names and of which the file has nothing: a part of
         what was trained would be missing. PEFT warns of that.
 
         `layers`: the model's modules that may have pairs of matrices. A name in `target_modules` that none of them has
-        is ignored, as in PEFT: training tools write the usual names whatever the model. `tied`: last parts of the names
-        of modules that share a weight, of which the file may have one.
+        is ignored, as in PEFT: training tools write the usual names whatever the model. Likewise an
+        end of names in `target_parameters` that no parameter of `holders` has. `tied`: last parts of the names of
+        modules that share a weight, of which the file may have one.
         """
         found, config = self._sorted(), self.config
         pairs, rows = list(found.pairs), list(found.rows)
         saved = [parameter.rpartition(".")[0] for parameter in found.saved]
         targets = () if config.narrowed else [name for name in config.modules if _named(name, layers)]
+
+        def parameters(end: str, modules: Collection[str]) -> list[str]:
+            """The model's parameters that have this end and belong to one of these modules."""
+            names = [f"{module}.{_last(end)}" for module in modules]
+            return [name for name in names if _ends(name, end) and known(name)]
+
+        tables = [end for end in config.parameters if known(end) or parameters(end, holders)]
         for setting, names, there in (
             ("target_modules", targets, [*pairs, *saved]),
+            ("target_parameters", tables, [*(name for end in tables for name in parameters(end, pairs)), *pairs]),
             ("modules_to_save", config.saved, saved),
             ("trainable_token_indices", config.tokens, rows),
         ):

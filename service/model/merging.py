@@ -9,6 +9,7 @@ those of PEFT's `merge_and_unload`.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -177,7 +178,7 @@ def match_adapter(
 
     changes = adapter.changes(known)
     if adapter.files.paths:
-        adapter.check_named(*_modules(config, sources, stored))
+        adapter.check_named(*_modules(config, sources, stored), _holders(sources), known)
     if config.decoder.tie_word_embeddings:
         config, changes = _of_tied(adapter, config, changes, sources)
     expected, _ = expected_weights(config)
@@ -210,6 +211,14 @@ def _modules(
     weights = [stored[name] for source in found if source.target.how != "stack" for name in source.names]
     layers = [weight.module for weight in weights if len(weight.shape) == 2 and weight.parts]
     return layers, ["lm_head", "embed_tokens", "embeddings"] if decoder.tie_word_embeddings else []
+
+
+def _holders(sources: Mapping[str, Source]) -> set[str]:
+    """Modules that have weights, under the names that files give them. transformers has all experts of a layer as
+    parameters of one module, `experts`, also where the files have them one by one or under other names."""
+    modules = {source.names[0].rpartition(".")[0] for source in sources.values()}
+    one_by_one = {re.sub(r"\.\d+\.\w+$", "", module) for module in modules}
+    return modules | one_by_one | {f"{module.rpartition('.')[0]}.experts" for module in modules}
 
 
 def _of_tied(
