@@ -220,4 +220,4 @@ class Answer:
 
     @property
     def _eos(self) -> frozenset[int]:
-        return frozenset() if self._params.ignore_eos else self._assets.config.eos_token_ids
+        return frozenset() if self._params.ignore_eos else self._assets.eos_token_ids

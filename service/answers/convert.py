@@ -301,7 +301,7 @@ def model_to_proto(
         input_modalities=modalities,
         default_sampling=defaults,
         image_token_id=assets.image_token_id,
-        eos_token_ids=sorted(assets.config.eos_token_ids),
+        eos_token_ids=sorted(assets.eos_token_ids),
         vocab_size=assets.config.decoder.vocab_size,
         has_tokenizer=assets.tokenizer is not None,
         has_chat_template=assets.template.present,

@@ -12,6 +12,7 @@ from families.tool_calls import ToolMarkup
 from service.model.chat import ChatTemplate, load_template
 from service.model.modelconfig import ModelConfig
 from service.model.tokenizer import Tokenizer
+from service.model.tokenizer_file import eos_token
 
 MOST_TOKENS = 2**31 - 1
 """Largest `max_tokens` that a message of the protocol can hold."""
@@ -50,6 +51,14 @@ class ModelAssets:
             config.path, image_token=self.image_token, video_token=self.video_token
         )
         self.sampling_defaults = sampling_defaults(config)
+        self.eos_token_ids = config.eos_token_ids | self._ending()
+        """Ids that end an answer: those of the configuration, and the tokenizer's own, as in other servers. Fine-tuned
+        models often have a new one in the tokenizer's files alone."""
+
+    def _ending(self) -> set[int]:
+        text = eos_token(self.config.path)
+        ending = None if self.tokenizer is None or text is None else self.tokenizer.token_id(text)
+        return set() if ending is None or ending >= self.config.decoder.vocab_size else {ending}
 
     def _token(self, token_id: int | None) -> str | None:
         return None if self.tokenizer is None or token_id is None else self.tokenizer.token(token_id)

@@ -36,6 +36,13 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return config | named
 
 
+def eos_token(folder: Path) -> str | None:
+    """The text of the token with which the tokenizer ends a sequence. Raises CheckpointError."""
+    value = read_settings(folder).get("eos_token")
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
 def open_tokenizer(path: Path) -> Tokenizer:
     """A new tokenizer that neither truncates nor pads. Its added tokens are those of transformers: entries of
     `added_tokens_decoder` in the `tokenizer_config.json` beside `path` replace those of `tokenizer.json`; without such

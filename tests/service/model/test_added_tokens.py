@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from served import SPECIAL, make_served
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import AutoTokenizer
 
+import saccade
 from families import CheckpointError
 from service.common.types import Message
 from service.model.chat import load_template
@@ -168,3 +170,17 @@ def test_entries_that_cannot_be_read_are_named(tmp_path: Path, entries: object) 
     save(tmp_path, [], {"added_tokens_decoder": entries})
     with pytest.raises(CheckpointError, match="tokenizer_config.json: added_tokens_decoder cannot be read"):
         Tokenizer(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("named", [{"content": "</img>"}, "no entry"], ids=str)
+def test_the_tokenizers_own_end_ends_an_answer(tmp_path: Path, named: Any) -> None:
+    """Beside the ids of `generation_config.json`, which fine-tuned models often keep from their base model."""
+    make_served(tmp_path, vision=False)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+    own, base = SPECIAL.index("</img>"), SPECIAL.index("<|im_end|>")
+    with saccade.LocalClient(tmp_path, max_seqs=1, max_len=64, threads=1) as client:
+        ending = {token: client.generate("a", max_tokens=3, logit_bias={token: 100}) for token in (own, base)}
+        model = client.get_model()
+    ends = {base} if named == "no entry" else {base, own}
+    assert set(model.eos_token_ids) == ends
+    assert {token for token, answer in ending.items() if answer.finish_reason == "stop"} == ends
