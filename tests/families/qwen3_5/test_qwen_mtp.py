@@ -1,4 +1,5 @@
-"""The prediction head of published files: drafts compared with transformers' own layer, and unchanged answers."""
+"""The prediction head of published files, also of Qwen3-Next, whose head has the same names: drafts compared with
+transformers' own layer, and unchanged answers."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from qwen_checkpoint import make_qwen, one_layer
 from safetensors.torch import load_file
+from text_families import make_text_checkpoint
 from tiny_checkpoint import TinyCheckpoint
 from tiny_decoder import greedy_params, request, run, tokens
 from torch import Tensor
@@ -16,6 +18,9 @@ from torch import Tensor
 from decoder.config import DecoderOptions
 from decoder.runner import DecoderRunner
 from service.model.checkpoint import Checkpoint
+
+NEXT = (13, 24)
+"""Seeds that give Qwen3-Next a head, with experts and with an MLP."""
 
 
 class Head:
@@ -29,7 +34,8 @@ class Head:
         self.weights = {"mtp." + name.partition("mtp.")[2]: w for name, w in stored.items() if "mtp." in name}
         prefix = "mtp.layers.0."
         layer = {name.removeprefix(prefix): w for name, w in self.weights.items() if name.startswith(prefix)}
-        self.trunk.layers[0].load_state_dict(layer)
+        self.trunk.layers[0].load_state_dict(stacked(layer))
+        self.axes = (3, 1, -1) if "mrope_section" in tiny.model.config.rope_parameters else (1, -1)
         self.eps = tiny.model.config.rms_norm_eps
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -44,7 +50,7 @@ class Head:
             embedded = self.model.get_input_embeddings().weight[torch.tensor([*ids, *found][1:])]
             parts = self.norm(embedded, "pre_fc_norm_embedding"), self.norm(hidden, "pre_fc_norm_hidden")
             x = torch.cat(parts, 1) @ self.weights["mtp.fc.weight"].T
-            positions = torch.arange(len(x)).expand(3, 1, -1)
+            positions = torch.arange(len(x)).expand(self.axes)
             mask = torch.full((len(x),) * 2, -torch.inf).triu(1)[None, None]
             rotation = self.trunk.rotary_emb(x[None], positions)
             x = self.trunk.layers[0](x[None], position_embeddings=rotation, attention_mask=mask)
@@ -52,6 +58,19 @@ class Head:
             found.append(int(self.model.lm_head(m).argmax()))
             hidden = torch.cat((hidden, m))
         return found
+
+
+def stacked(layer: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a layer with its experts, which may be one by one, in transformers' two tensors."""
+    kept = {name: weight for name, weight in layer.items() if ".experts." not in name or "weight" not in name}
+    experts = [name.split(".")[2] for name in layer if name.endswith(".gate_proj.weight") and ".experts." in name]
+    if experts:
+        gates, ups, downs = (
+            torch.stack([layer[f"mlp.experts.{index}.{part}_proj.weight"] for index in sorted(experts, key=int)])
+            for part in ("gate", "up", "down")
+        )
+        kept |= {"mlp.experts.gate_up_proj": torch.cat((gates, ups), 1), "mlp.experts.down_proj": downs}
+    return kept
 
 
 @pytest.mark.parametrize(
@@ -68,7 +87,16 @@ def test_drafts_are_the_published_head_s_and_answers_the_plain_ones(
 ) -> None:
     layers = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
     tiny = make_qwen(tmp_path, 7, moe=moe, tied=False, naming="model.", mtp=True, one_by_one=False, text=layers)
-    head, checkpoint = Head(tiny, tmp_path), Checkpoint(tmp_path)
+    check_drafts(tiny, tmp_path, options)
+
+
+@pytest.mark.parametrize("seed", NEXT)
+def test_drafts_of_qwen_next(tmp_path: Path, seed: int) -> None:
+    check_drafts(make_text_checkpoint(tmp_path, "qwen3_next", seed), tmp_path, {})
+
+
+def check_drafts(tiny: TinyCheckpoint, path: Path, options: dict[str, Any]) -> None:
+    head, checkpoint = Head(tiny, path), Checkpoint(path)
     asked = [request(f"r{i}", [*range(20, 29), *after], greedy_params(16)) for i, after in enumerate(([7], [3, 4], []))]
 
     def runner_of(**chosen: Any) -> DecoderRunner:
