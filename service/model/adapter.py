@@ -207,16 +207,10 @@ class Adapter:
         pairs, rows = list(found.pairs), list(found.rows)
         saved = [parameter.rpartition(".")[0] for parameter in found.saved]
         targets = () if config.narrowed else [name for name in config.modules if _named(name, layers)]
-
-        def parameters(end: str, modules: Collection[str]) -> list[str]:
-            """The model's parameters that have this end and belong to one of these modules."""
-            names = [f"{module}.{_last(end)}" for module in modules]
-            return [name for name in names if _ends(name, end) and known(name)]
-
-        tables = [end for end in config.parameters if known(end) or parameters(end, holders)]
+        parameters = [end for end in config.parameters if known(end) or _parameters([end], holders, known)]
         for setting, names, there in (
             ("target_modules", targets, [*pairs, *saved]),
-            ("target_parameters", tables, [*(name for end in tables for name in parameters(end, pairs)), *pairs]),
+            ("target_parameters", parameters, [*_parameters(parameters, pairs, known), *pairs]),
             ("modules_to_save", config.saved, saved),
             ("trainable_token_indices", config.tokens, rows),
         ):
@@ -272,9 +266,10 @@ class Adapter:
     def _of_module(self, module: str, wrappers: dict[int, dict[str, str]], known: Known) -> Iterator[Change]:
         """The changes by pairs of matrices. `wrappers`: depth -> the tensors' names by role. If several parameters of a
         module have pairs, PEFT wraps the module several times, the last one that it registers outermost."""
-        named = {f"{module}.{end.rpartition('.')[2]}": end for end in self.config.parameters}
-        found = [name for name, end in named.items() if _ends(name, end) and known(name)]
-        found = sorted(found, key=lambda name: (name.endswith(".down_proj"), name))  # registered last
+        found = sorted(
+            _parameters(self.config.parameters, [module], known),
+            key=lambda name: (name.endswith(".down_proj"), name),  # registered last
+        )
         if len(wrappers) != max(1, len(found)):
             raise self._error(
                 f"{module} has {len(wrappers)} pairs of lora_A and lora_B, and target_parameters names {len(found)} of "
@@ -320,6 +315,12 @@ def _named(end: str, modules: Collection[str]) -> bool:
     """Whether one of the modules, or a module that contains one, has a name with this end. PEFT does not ask for whole
     parts of names either."""
     return any(re.search(rf"{re.escape(end)}(\.|$)", module) for module in modules)
+
+
+def _parameters(ends: Collection[str], modules: Collection[str], known: Known) -> set[str]:
+    """The model's parameters that have one of these ends of names and belong to one of these modules."""
+    names = ((f"{module}.{_last(end)}", end) for end in ends for module in modules)
+    return {name for name, end in names if _ends(name, end) and known(name)}
 
 
 def _last(name: str) -> str:
