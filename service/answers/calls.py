@@ -31,7 +31,7 @@ class _Generation:
         self.began = time.monotonic()
         self.started: Started | None = None
         self.finished: list[Finished] = []
-        self.tokens = 0
+        self.tokens = self.cached = 0
         self.prepared: float | None = None
         self.first_token: float | None = None
         self.last_token: dict[int, float] = {}
@@ -45,8 +45,10 @@ class _Generation:
                 self.prepared = time.monotonic() - self.began
             case Finished():
                 self.finished.append(event)
+                self.cached = max(self.cached, event.usage.cached_tokens)
             case Delta(token_ids=ids) if ids:
                 now = time.monotonic()
+                self.cached = max(self.cached, event.cached_tokens)
                 self.tokens += len(ids)
                 if self.first_token is None:
                     self.first_token = now - self.began
@@ -127,6 +129,7 @@ class Calls:
                         yield event
         except (asyncio.CancelledError, GeneratorExit):
             if len(generation.finished) < spec.n:
+                record.dropped = info.dropped
                 record.cancel()
             raise
         except Exception as error:
@@ -160,23 +163,22 @@ class Calls:
         if started is not None:
             prompt, image, video = started.prompt_tokens, started.image_tokens, started.video_tokens
         queue = finished[0].usage.queue_seconds if finished else None
-        cached = max((f.usage.cached_tokens for f in finished), default=0)
         reasons = ",".join(sorted({f.reason for f in finished})) if record.code == "OK" else ""
         self.metrics.generation(
-            record.code, prompt=prompt, image=image, video=video, cached=cached, generated=generation.tokens,
+            record.code, prompt=prompt, image=image, video=video, cached=generation.cached, generated=generation.tokens,
             queue=queue, first_token=generation.first_token, seconds=seconds,
         )  # fmt: skip
         self.access.write(
-            record, finish=reasons, prompt_tokens=prompt, image_tokens=image, video_tokens=video, cached_tokens=cached,
-            completion_tokens=generation.tokens, queue_seconds=queue, first_token_seconds=generation.first_token,
-            seconds=seconds,
+            record, finish=reasons, prompt_tokens=prompt, image_tokens=image, video_tokens=video,
+            cached_tokens=generation.cached, completion_tokens=generation.tokens, queue_seconds=queue,
+            first_token_seconds=generation.first_token, seconds=seconds,
         )  # fmt: skip
         if self._spans is not None:
             attributes = {
                 "rpc.method": record.method, "saccade.request_id": record.request_id,
                 "saccade.tenant": record.tenant.name, "saccade.finish": reasons,
-                "saccade.prompt_tokens": prompt, "saccade.cached_tokens": cached, "saccade.image_tokens": image,
-                "saccade.completion_tokens": generation.tokens,
+                "saccade.prompt_tokens": prompt, "saccade.cached_tokens": generation.cached,
+                "saccade.image_tokens": image, "saccade.completion_tokens": generation.tokens,
             }  # fmt: skip
             failed = "" if record.code == "OK" else record.reason or record.code
             self._spans.generation(

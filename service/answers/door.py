@@ -158,15 +158,13 @@ class Admitted:
         """Writes each of `answers` and closes them. If one is not read for `stall_timeout` seconds, releases all
         resources and raises DeadlineExceeded."""
         timeout = self.limits.stall_timeout
-        watch = _Stall(answers, timeout, self.held)
+        watch = _Stall(answers, timeout, self.held, self.info)
         try:
             async for answer in answers:
                 with watch:
                     await write(answer)
-                if watch.stalled:
-                    raise errors.DeadlineExceeded(
-                        f"the client did not read a message of the answer for {timeout:g} s", reason="SLOW_READER"
-                    )
+                if self.info.dropped is not None:
+                    raise self.info.dropped
         finally:
             await watch.close()
 
@@ -176,17 +174,13 @@ class _Stall:
     closed, which releases the request's resources. Only the message that is being written stays, because a status
     cannot be sent before it."""
 
-    def __init__(self, answers: AsyncGenerator[Any, None], timeout: float, held: Held) -> None:
+    def __init__(self, answers: AsyncGenerator[Any, None], timeout: float, held: Held, info: CallInfo) -> None:
         """`held`: the call's share of the byte budget, released as soon as the generator is closed."""
-        self._answers, self._timeout, self._held = answers, timeout, held
+        self._answers, self._timeout, self._held, self._info = answers, timeout, held, info
         self._loop = asyncio.get_running_loop()
         self._began: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
-
-    @property
-    def stalled(self) -> bool:
-        return self._closing is not None
 
     def __enter__(self) -> None:
         self._began = self._loop.time()
@@ -214,6 +208,9 @@ class _Stall:
             self._timer = self._loop.call_at(end, self._check)
             return
         log.warning("a client has not read its stream for %g s: the request is dropped", self._timeout)
+        self._info.dropped = errors.DeadlineExceeded(
+            f"the client did not read a message of the answer for {self._timeout:g} s", reason="SLOW_READER"
+        )
         self._closing = self._loop.create_task(self._drop())
 
     async def _drop(self) -> None:

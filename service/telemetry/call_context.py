@@ -39,6 +39,8 @@ class CallInfo:
     """Part of an HTTP request that has been accepted, so that a drain does not reject this call."""
     late: float = math.inf
     """From when on a cancellation is taken for the end of the client's time, by `time.monotonic`."""
+    dropped: errors.StatusError | None = None
+    """Why the server has given up the answer; its reader does not know yet."""
     hold_bytes: Callable[[int], None] = lambda size: None
     """Counts bytes that the call holds until its end in addition to its messages. Raises Unavailable if the server's
     limit would be exceeded."""
@@ -72,9 +74,11 @@ class CallInfo:
             self.late = time.monotonic() + seconds * (1 - ROUNDING) - TRANSIT
 
     def cancel(self) -> None:
-        """Records that the call has been cancelled. If the client's time is over, that is the reason: its library or
-        gRPC has cancelled the call before a timer here ended it."""
-        if time.monotonic() < self.late:
+        """Records that the call has been cancelled, or its answer closed. If the client's time is over, that is the
+        reason: its library or gRPC has cancelled the call before a timer here ended it."""
+        if self.dropped is not None:
+            self.fail(self.dropped)
+        elif time.monotonic() < self.late:
             self.code = errors.Code.CANCELLED.name
         else:
             self.fail(errors.DeadlineExceeded("the deadline has passed"))

@@ -143,9 +143,10 @@ def test_one_line_for_each_request(observed: RunningServer, stubs: Stubs, caplog
         with pytest.raises(grpc.RpcError):
             stubs.inference.Generate(ask(max_tokens=0, request_id="second"))
         call = stubs.inference.StreamGenerate(
-            inference_pb2.StreamGenerateRequest(request=ask(max_tokens=99_000, request_id="third"))
+            inference_pb2.StreamGenerateRequest(request=ask("words of a prompt", max_tokens=99_000, request_id="third"))
         )
         next(call)
+        cached = next(call).delta.cached_tokens
         call.cancel()
         stubs.inference.Tokenize(inference_pb2.TokenizeRequest(prompt=ask().prompt))
         first, second, third, fourth = lines(observed, caplog)
@@ -154,6 +155,7 @@ def test_one_line_for_each_request(observed: RunningServer, stubs: Stubs, caplog
     assert 0 < first["first_token_seconds"] <= first["seconds"]
     assert (second["request_id"], second["code"]) == ("second", "INVALID_ARGUMENT")
     assert (third["request_id"], third["code"]) == ("third", "CANCELLED")
+    assert third["cached_tokens"] == cached > 0
     assert fourth["method"].endswith("/Tokenize") and "finish" not in fourth
     assert "words of a prompt" not in caplog.text
 

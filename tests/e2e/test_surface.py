@@ -266,6 +266,7 @@ def test_a_message_budget_refuses_and_recovers(text_model: Path) -> None:
 
 def test_a_reader_that_stops_reading_is_dropped(text_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Logprobs make an answer of many megabytes, which flow control blocks; the next request gets the slot."""
+    caplog.set_level(logging.INFO, "service.access")
     with RunningServer(str(text_model), max_seqs=1, max_len=900, stall_timeout=0.2) as small:
         request = ask(max_tokens=850)
         request.sampling.logprobs = 100
@@ -282,6 +283,7 @@ def test_a_reader_that_stops_reading_is_dropped(text_model: Path, caplog: pytest
             small.drained()  # although no reader takes messages and both calls still exist
             assert caplog.text.count("a client has not read its stream for 0.2 s") == 2
             assert not any(call.done() for call in calls)
+            assert caplog.text.count('code="DEADLINE_EXCEEDED" reason="SLOW_READER"') == 2
             for call in calls:  # a late reader first gets the messages that were in flight, then the error
                 assert fails(list, call) == ("DEADLINE_EXCEEDED", "SLOW_READER")
 
