@@ -69,9 +69,10 @@ class GrpcLink:
 
     def __init__(
         self, address: str, partner: Partner, largest: Largest, *,
-        credentials: grpc.ChannelCredentials | None = None, api_key: str | None = None,
+        credentials: Callable[[], grpc.ChannelCredentials | None] = lambda: None, api_key: str | None = None,
     ) -> None:  # fmt: skip
-        """`largest`: bounds on the images and videos that may be sent."""
+        """`largest`: bounds on the images and videos that may be sent. `credentials`: those of the next connection;
+        None: no TLS."""
         self.name = address
         self._partner, self._largest = partner, largest
         self._credentials = credentials
@@ -181,10 +182,10 @@ class GrpcLink:
     def _attach(self) -> None:
         """Runs one connection from start to end. Raises RpcError or PartnerRefused."""
         options = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)] if is_local(self.name) else CHANNEL_OPTIONS
-        if self._credentials is None:
+        if (credentials := self._credentials()) is None:
             channel = grpc.insecure_channel(self.name, options=options)
         else:
-            channel = grpc.secure_channel(self.name, self._credentials, options=options)
+            channel = grpc.secure_channel(self.name, credentials, options=options)
         with channel:
             session = _Session(self._partner, self._count)
             stub = encoder_pb2_grpc.EncoderServiceStub(channel)

@@ -472,6 +472,27 @@ def test_tls_and_keys(model: Path, tmp_path: Path) -> None:
             assert not any(link.alive for link in plain.encoders.links)
 
 
+def test_renewed_certificates_are_used_for_the_next_connection(model: Path, tmp_path: Path) -> None:
+    """Also those that the decoder presents, after an authority that signed the earlier ones is gone."""
+    files = {name: tmp_path / name for name in ("ca", "encoder", "encoder.key", "decoder", "decoder.key")}
+
+    def install(authority: Authority) -> None:
+        files["ca"].write_bytes(authority.certificate.read_bytes())
+        for name in ("encoder", "decoder"):
+            for source, target in zip(authority.issue(name), (files[name], files[f"{name}.key"]), strict=True):
+                target.write_bytes(source.read_bytes())
+
+    install(Authority.create(tmp_path / "old"))
+    ca, certificate, key, mine, mine_key = map(str, files.values())
+    there = {"tls_cert": certificate, "tls_key": key, "tls_client_ca": ca}
+    here = {"encoder_ca": ca, "encoder_cert": mine, "encoder_cert_key": mine_key}
+    with RunningEncoder(str(model), **there) as encoder, Pool(model, encoder, **here) as pool:
+        (link,) = pool.encoders.links
+        install(Authority.create(tmp_path / "new"))
+        link.abandon()
+        until(lambda: link.stats()["connections"] == 2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -20,8 +20,8 @@ def options(*encoders: str, **values: Any) -> EngineOptions:
 
 
 def test_a_key_in_plain_text_stays_on_this_machine() -> None:
-    assert channel_credentials(options("10.0.0.1:1")) is None
-    assert channel_credentials(options("127.0.0.1:1", "[::1]:2", encoder_api_key="k")) is None
+    assert channel_credentials(options("10.0.0.1:1"))() is None
+    assert channel_credentials(options("127.0.0.1:1", "[::1]:2", encoder_api_key="k"))() is None
     with pytest.raises(ConfigError, match="can be read on its way to 10.0.0.1:1"):
         channel_credentials(options("127.0.0.1:1", "10.0.0.1:1", encoder_api_key="k"))
     with pytest.raises(ConfigError, match="encoders: 'no.such.host.invalid' is neither an IP address nor a host name"):
@@ -29,7 +29,7 @@ def test_a_key_in_plain_text_stays_on_this_machine() -> None:
 
 
 def test_without_a_key_the_name_of_an_encoder_may_resolve_later() -> None:
-    assert channel_credentials(options("no.such.host.invalid:1")) is None
+    assert channel_credentials(options("no.such.host.invalid:1"))() is None
 
 
 def test_certificates_come_whole(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_certificates_come_whole(tmp_path: Path) -> None:
         {"encoder_ca": ca, "encoder_api_key": "k"},
     ]  # fmt: skip
     for values in good:
-        assert isinstance(channel_credentials(options("10.0.0.1:1", **values)), grpc.ChannelCredentials)
+        assert isinstance(channel_credentials(options("10.0.0.1:1", **values))(), grpc.ChannelCredentials)
     bad: list[tuple[dict[str, Any], str]] = [
         ({"encoder_cert": certificate}, "encoder_ca: "), ({"encoder_cert_key": key}, "encoder_ca: "),
         ({"encoder_ca": ca, "encoder_cert": certificate}, "encoder_cert_key: TLS needs both"),
