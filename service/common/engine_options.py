@@ -198,8 +198,8 @@ class EngineOptions:
     )
     hang_timeout: float = _option(
         120.0,
-        "seconds without a finished step of the engine process, or a heartbeat of a frontend process, before the "
-        "process is killed and started again",
+        "seconds without a finished step of the engine process, or a heartbeat of a frontend process or of the HTTP "
+        "server, before the process is killed and started again",
         minimum=0.1,
         maximum=LONGEST_TIME,
     )
@@ -227,8 +227,12 @@ class EngineOptions:
         minimum=0.001,
         maximum=LONGEST_WAIT,
     )
-    encoder_ca: str | None = _option(None, "PEM file of the CA that signed the encoders' certificates; unset: no TLS")
-    encoder_cert: str | None = _option(None, "PEM file of the certificate that this server presents to encoders")
+    encoder_ca: str | None = _option(
+        None, "PEM file of the CA that signed the encoders' certificates; read again when it changes; unset: no TLS"
+    )
+    encoder_cert: str | None = _option(
+        None, "PEM file of the certificate that this server presents to encoders; read again when it changes"
+    )
     encoder_cert_key: str | None = _option(None, "PEM file of the private key of encoder_cert")
     encoder_api_key: str | None = _option(
         None,

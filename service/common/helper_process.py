@@ -29,6 +29,8 @@ POLLS = 10
 """Parts that a timeout is divided into. If both processes are suspended together, as when a container is paused, only
 one part has expired when they resume, and the helper has the remaining ones to answer."""
 
+BEAT_SECONDS = 1.0
+"""Time between two heartbeats, which show that the loop of a helper still runs."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
 """Seconds before a helper is started again: after the first failure, and at most."""
 

@@ -23,14 +23,12 @@ from typing import Any
 from service.common.channel import Outbox
 from service.common.config import ConfigError, EngineOptions
 from service.common.errors import EngineDied
-from service.common.helper_process import POLLS, HelperFailed, first_message, log_level, start_helper
+from service.common.helper_process import BEAT_SECONDS, POLLS, HelperFailed, first_message, log_level, start_helper
 from service.engine import wire
 from service.engine.types import EngineEvent, EngineInfo, EngineRequest, EventSink, Query
 
 log = logging.getLogger(__name__)
 
-BEAT_SECONDS = 1.0
-"""Time between two heartbeats, by which the frontend checks that the engine's loop still runs."""
 MAX_RESTARTS = 5
 """Deaths in a row, each within `STEADY` seconds of the engine's start, after which no further engine is started."""
 STEADY = 60.0

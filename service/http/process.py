@@ -2,12 +2,13 @@
 
 Protocol on the socket pair FD. Parent to child: (options, descriptor of the listening socket) first, then (address of
 gRPC, empty until it is known, log level) after each change. Child to parent: ("ready",) once it serves, or ("failed",
-message). The process ends on `STOP_HELPER`, and when the connection closes.
+message); then ("beat",) every `BEAT_SECONDS`. The process ends on `STOP_HELPER`, and when the connection closes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -16,7 +17,7 @@ import threading
 from multiprocessing.connection import Connection
 
 from service.common.config import HttpFrontOptions
-from service.common.helper_process import STOP_HELPER, ignore_stop_signals, log_to_stderr
+from service.common.helper_process import BEAT_SECONDS, STOP_HELPER, ignore_stop_signals, log_to_stderr
 from service.http.call import Front
 from service.http.run import HttpServer
 
@@ -34,14 +35,28 @@ def _listen_to(connection: Connection, front: Front) -> None:
         os._exit(1)
 
 
+async def _beat(connection: Connection) -> None:
+    """Tells the parent that the event loop runs. Ends with the parent."""
+    with contextlib.suppress(OSError):
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            connection.send(("beat",))
+
+
 def main(descriptor: int) -> int:
     connection: Connection = Connection(descriptor)
     options: HttpFrontOptions
     options, listening = connection.recv()
     log_to_stderr(options.log_level, "http")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    tasks = []
+
+    def ready() -> None:
+        connection.send(("ready",))
+        tasks.append(asyncio.get_running_loop().create_task(_beat(connection)))
+
     try:
-        server = HttpServer(options, lambda: connection.send(("ready",)), (STOP_HELPER,))
+        server = HttpServer(options, ready, (STOP_HELPER,))
     except ValueError as error:
         connection.send(("failed", str(error)))
         return 2

@@ -34,7 +34,7 @@ from typing import Any
 from service.common.channel import Outbox, receive_descriptors
 from service.common.config import ConfigError, ServerOptions
 from service.common.folders import OwnedFolder, locked
-from service.common.helper_process import STOP_HELPER, log_level, restart_pause, start_helper
+from service.common.helper_process import BEAT_SECONDS, STOP_HELPER, log_level, restart_pause, start_helper
 from service.common.option import cannot_listen
 from service.engine import wire
 from service.engine.engine_client import Loading, SupervisedEngine
@@ -48,8 +48,6 @@ STEADY = 60.0
 """Seconds after which a frontend that ends has not failed in a row with those before it."""
 END_SECONDS = 10.0
 """Seconds that a frontend has to exit after the grace period for running calls; then it is killed."""
-BEAT_SECONDS = 1.0
-"""Time between two heartbeats, with which the hub checks that a frontend's event loop still runs."""
 
 
 @dataclass(eq=False)

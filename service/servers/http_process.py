@@ -22,6 +22,8 @@ from pathlib import Path
 from service.common.config import ConfigError, HttpFrontOptions, ServerOptions
 from service.common.folders import OwnedFolder
 from service.common.helper_process import (
+    BEAT_SECONDS,
+    POLLS,
     STOP_HELPER,
     HelperFailed,
     first_message,
@@ -56,7 +58,7 @@ class HttpProcess:
         self._options = front_options(options, [f"unix:{self.socket_of(i)}" for i in range(options.frontends)])
         if options.http_file_dir is None:  # uploaded files outlive the process, which may be replaced
             self._options = dataclasses.replace(self._options, http_file_dir=str(Path(self._folder.name) / "files"))
-        self._load_timeout = options.load_timeout
+        self._load_timeout, self._hang_timeout = options.load_timeout, options.hang_timeout
         self._life = threading.Lock()
         """Held while a process is started, and while the port is closed."""
         self._stopping = threading.Event()
@@ -123,7 +125,7 @@ class HttpProcess:
         failures = 0
         while True:
             assert self._process is not None
-            code = self._process.wait()
+            code = self._until_end(self._process, connection)
             connection.close()
             if self._stopping.is_set():
                 return
@@ -139,6 +141,16 @@ class HttpProcess:
                     break
             else:
                 return
+
+    def _until_end(self, process: subprocess.Popen[bytes], connection: Connection) -> int:
+        """Waits for the end of the process, and returns its exit code. A process whose heartbeats stop is killed."""
+        patience = self._hang_timeout + BEAT_SECONDS
+        with contextlib.suppress(EOFError, OSError):  # the process has ended
+            while any(connection.poll(patience / POLLS) for _ in range(POLLS)):
+                connection.recv()
+            log.critical("the HTTP server has not answered for %g s (hang_timeout): it is killed", self._hang_timeout)
+            process.kill()
+        return process.wait()
 
     def end(self, seconds: float) -> None:
         """Accepts no more connections and stops the process. Running requests may take `seconds`; then it is killed.

@@ -293,6 +293,19 @@ def test_a_process_that_cannot_be_started_is_tried_again(
         http.join()
 
 
+def test_a_process_that_hangs_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    http = HttpProcess(ServerOptions(http_port=0, hang_timeout=0.2))
+    http.start()
+    try:
+        assert http._process is not None
+        hanging = http._process.pid
+        os.kill(hanging, signal.SIGSTOP)
+        assert httpx.get(f"{http.url}/health", timeout=60).status_code == 200
+        assert http._process.pid != hanging and "has not answered for 0.2 s (hang_timeout)" in caplog.text
+    finally:
+        http.join()
+
+
 def test_a_long_tmpdir_does_not_make_the_socket_s_path_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
