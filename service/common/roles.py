@@ -1,9 +1,11 @@
-"""Which options have an effect in which role of a server. A file of options may be shared by servers of several roles,
-so options without an effect are a warning; those that contradict a role are errors of `ServerOptions`."""
+"""Which options have an effect in which role of a server, and beside which other options. A file of options may be
+shared by several servers, so options without an effect are a warning; those that contradict others are errors of
+`ServerOptions`."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import fields
 
 from service.common.config import BatchOptions, HttpOptions, MediaOptions, ServerOptions
@@ -41,13 +43,42 @@ IGNORED = {
 """Role -> options without an effect in it."""
 
 
+def _unused(options: ServerOptions) -> Iterator[tuple[str, frozenset[str]]]:
+    """Where options have no effect, and their names."""
+    yield f"with --role {options.role}", IGNORED[options.role]
+    if options.speculative == "none" and options.forced_tokens != "on":
+        yield "without --speculative or --forced-tokens on", frozenset({"draft_tokens", "draft_policy", "spec_state"})
+    if options.state_cache == "none":
+        yield "with --state-cache none", frozenset({"checkpoint_bytes"})
+    if options.memory_bytes is not None:
+        yield "with --memory-bytes", frozenset({"memory_share"})
+    if options.graphs == "off":
+        yield "with --graphs off", frozenset({"max_capture"})
+    if options.native == "off":
+        yield "with --native off", frozenset({"instruction_set"})
+    if options.role == "all" and not options.encoder_process:
+        yield "without --encoder-process", frozenset({"encoder_segment_bytes", "encoder_lease"})
+    if options.api_keys is None:
+        yield "without --api-keys", frozenset({"max_tenant_requests", "max_tenant_calls"})
+    if options.frontends > 1:
+        yield "with several frontends", _names(BatchOptions)
+    if not options.image_url_hosts:
+        urls = {"image_url_networks", "image_url_timeout", "image_url_redirects", "image_url_ca"}
+        yield "without --image-url-hosts", frozenset(urls)
+    if options.http_port is None:  # the image for containers sets addresses for ports that there may be
+        yield "without --http-port", _names(HttpOptions) - {"http_host"}
+
+
 def warn_of_unused(options: ServerOptions) -> None:
-    """Logs a warning that names the options that have another value than their default, but no effect in this role."""
-    ignored = IGNORED[options.role]
-    unused = [
-        field.name
-        for field in fields(options)
-        if field.name in ignored and getattr(options, field.name) != field.default
-    ]
-    if unused:
-        log.warning("without effect with --role %s: %s", options.role, ", ".join(unused))
+    """Logs warnings that name the options that have another value than their default, but no effect in this role, or
+    beside the other options."""
+    known = frozenset[str]()
+    for where, ignored in _unused(options):
+        unused = [
+            field.name
+            for field in fields(options)
+            if field.name in ignored - known and getattr(options, field.name) != field.default
+        ]
+        if unused:
+            log.warning("without effect %s: %s", where, ", ".join(unused))
+        known |= ignored

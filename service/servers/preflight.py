@@ -100,10 +100,12 @@ def check_largest_message(options: ServerOptions) -> None:
 
 def check_batches(options: ServerOptions) -> None:
     """Raises ConfigError if batches could occupy the whole queue."""
-    if (options.batch_concurrency or 0) >= options.max_queue:
+    rows, queue = options.batch_concurrency or 0, options.max_queue
+    if rows >= queue:
+        way = f"at most {queue - 1}" if queue > 1 else f"max_queue of at least {rows + 1}"
         raise ConfigError(
-            f"batch_concurrency: {options.batch_concurrency} rows would leave no room for other calls in max_queue "
-            f"({options.max_queue}); at most {options.max_queue - 1} would work"
+            f"batch_concurrency: {rows} rows would leave no room for other calls in max_queue ({queue}); {way} would "
+            "work"
         )
 
 

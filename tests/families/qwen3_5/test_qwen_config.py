@@ -21,7 +21,7 @@ from families import CheckpointError
 from families.qwen3_5.vision import QwenVision
 from kernels.rotary import rope_table
 from service.commands.plan import plan, size
-from service.common.config import EngineOptions
+from service.common.config import ServerOptions
 from service.model.modelconfig import ModelConfig, load_config
 
 
@@ -264,7 +264,7 @@ def test_the_plan_says_what_each_needs_before_its_weights_are_there(
     millions, without prediction heads; a budget in bytes limits the states that are kept."""
     (tmp_path / "config.json").write_text(json.dumps(published(name)))
     common: dict[str, Any] = {"model": str(tmp_path), "max_seqs": 4, "max_len": 4096, "memory_bytes": 16 * 2**30}
-    options = EngineOptions(**common, dtype="bfloat16", device="cpu")
+    options = ServerOptions(**common, dtype="bfloat16", device="cpu")
     memory, plain = plan(options)[0], plan(replace(options, native="off"))[0]
     assert "as config.json describes it, without weights" in memory.title
     rows = {row[0].strip(): row[1:] for row in memory.rows}

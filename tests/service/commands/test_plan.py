@@ -44,7 +44,7 @@ from service.servers.run import run as serve
 
 def test_the_plan_agrees_with_the_arena(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 3, text={"pattern": "M*-M"})
-    options = EngineOptions(model=str(tmp_path), dtype="float32", max_seqs=5, max_len=300, threads=1)
+    options = ServerOptions(model=str(tmp_path), dtype="float32", max_seqs=5, max_len=300, threads=1)
     memory, concurrency, states, capture, encoder = plan(options)
     checkpoint = open_checkpoint(str(tmp_path))
     arena = Arena(checkpoint.config.decoder, decoder_options(options, checkpoint))
@@ -68,8 +68,8 @@ def test_the_plan_agrees_with_the_arena(tmp_path: Path) -> None:
 def test_quantised_weights_are_counted_as_they_are_held(tmp_path: Path, kind: str) -> None:
     source = make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "M*-ME"})
     made = quantise_checkpoint(open_checkpoint(str(source.path)), tmp_path / "small", kind)
-    at_load = EngineOptions(model=str(source.path), weights=kind)
-    saved = EngineOptions(model=str(tmp_path / "small"))
+    at_load = ServerOptions(model=str(source.path), weights=kind)
+    saved = ServerOptions(model=str(tmp_path / "small"))
     assert weight_bytes(at_load, open_checkpoint(at_load.model)) == made.after
     assert weight_bytes(saved, open_checkpoint(saved.model)) == made.after
     assert f"decoder in {kind}" in plan(at_load)[0].rows[1][2]
@@ -81,7 +81,7 @@ def test_a_quantised_projection_that_is_tied_is_counted_with_its_table_once(tmp_
     for tied in (False, True):
         text = {"pattern": "M*-", "tie_word_embeddings": tied}
         path = str(make_checkpoint(tmp_path / str(tied), 3, vision=False, text=text).path)
-        options = EngineOptions(model=path, weights="int8", dtype="bfloat16")
+        options = ServerOptions(model=path, weights="int8", dtype="bfloat16")
         shapes = open_checkpoint(path).decoder_shapes()
         counted.append(weight_bytes(options, open_checkpoint(path)))
     assert counted[0] - counted[1] == 2 * math.prod(shapes["model.embeddings.weight"])
@@ -93,7 +93,7 @@ def test_states_in_bfloat16_take_half_the_memory(tmp_path: Path) -> None:
     windows = sum(-(-4 * math.prod(slot.window) // 64) * 64 for slot in slots)
     for dtype, item in (("float32", 4), ("bfloat16", 2)):
         states = sum(-(-item * math.prod(slot.state) // 64) * 64 for slot in slots)
-        options = EngineOptions(
+        options = ServerOptions(
             model=path,
             dtype="float32",
             device="cpu",
@@ -121,18 +121,18 @@ def test_states_in_bfloat16_are_refused_where_they_would_do_nothing_or_cannot_be
     path = str(make_checkpoint(tmp_path / "attention", 3, vision=False, text={"pattern": "*-"}).path)
     for run in (plan, build_engine):
         with pytest.raises(ConfigError, match="state_dtype: bfloat16 would have no effect: .* has no recurrent states"):
-            run(EngineOptions(model=path, state_dtype="bfloat16", device="cpu"))
+            run(ServerOptions(model=path, state_dtype="bfloat16", device="cpu"))
     path = str(make_checkpoint(tmp_path / "mamba", 3, vision=False, text={"pattern": "M"}).path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ValueError, match="state_dtype bfloat16 needs a CPU, and the device is cuda: .*float32 would"):
-        plan(EngineOptions(model=path, state_dtype="bfloat16", device="cuda"))
+        plan(ServerOptions(model=path, state_dtype="bfloat16", device="cuda"))
 
 
 def test_a_grid_of_states_that_no_request_can_use_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The bound that the error names is exact: at it a prompt finds a state, one token below `max_len` would not do."""
     shape = {"pattern": "M", "chunk_size": 16, "vocab_size": 99}
     path = str(make_checkpoint(tmp_path / "mamba", 3, vision=False, text=shape).path)
-    options = EngineOptions(model=path, device="cpu", max_len=97, state_cache="align", state_block=96)
+    options = ServerOptions(model=path, device="cpu", max_len=97, state_cache="align", state_block=96)
     shown = "state_block: .* token 96, .* at least 98 tokens, but max_len is 97; state_block of at most 80 would work"
     for run in (plan, build_engine):
         with pytest.raises(ConfigError, match=shown):
@@ -156,21 +156,21 @@ def test_published_formats_are_counted_as_they_are_stored(tmp_path: Path, form: 
     small = quantise_files(plain, tmp_path / "small", form).path
     checkpoint = open_checkpoint(str(small))
     assert checkpoint.formats
-    row = plan(EngineOptions(model=str(small)))[0].rows[1]
+    row = plan(ServerOptions(model=str(small)))[0].rows[1]
     assert f"in the format they are stored in: {', '.join(checkpoint.formats)}" in row[2]
     # Unquantised numbers are counted in float32, the dtype that the checkpoint declares and stores.
     stored = sum(entry.nbytes for entry in checkpoint.files.table.values())
-    assert weight_bytes(EngineOptions(model=str(small)), checkpoint) == stored
+    assert weight_bytes(ServerOptions(model=str(small)), checkpoint) == stored
 
 
 def test_activations_in_fp8_need_weights_in_fp8_and_a_gpu(tmp_path: Path) -> None:
     path = str(make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M"}).path)
     for weights, kinds in ((None, "16 or 32 bits"), ("int8", "int8")):
         with pytest.raises(ConfigError, match=f"activations: fp8 would have no effect: linear layers are in {kinds}"):
-            plan(EngineOptions(model=path, activations="fp8", weights=weights))
+            plan(ServerOptions(model=path, activations="fp8", weights=weights))
     for run in (plan, build_engine):
         with pytest.raises(ConfigError, match="activations: fp8 needs a GPU, and the device is cpu"):
-            run(EngineOptions(model=path, activations="fp8", weights="fp8", device="cpu"))
+            run(ServerOptions(model=path, activations="fp8", weights="fp8", device="cpu"))
 
 
 def test_activations_in_int8_need_integer_weights_and_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,12 +178,12 @@ def test_activations_in_int8_need_integer_weights_and_a_cpu(tmp_path: Path, monk
     for weights, kinds in ((None, "16 or 32 bits"), ("fp8", "fp8"), ("nvfp4", "nvfp4")):
         message = f"int8 would have no effect: linear layers are in {kinds}, not in int8 or int4;"
         with pytest.raises(ConfigError, match=message):
-            plan(EngineOptions(model=path, activations="int8", weights=weights))
+            plan(ServerOptions(model=path, activations="int8", weights=weights))
     for weights in ("int8", "int4", "int4-32"):
-        plan(EngineOptions(model=path, activations="int8", weights=weights, device="cpu"))
+        plan(ServerOptions(model=path, activations="int8", weights=weights, device="cpu"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigError, match="activations: int8 needs a CPU, and the device is cuda"):
-        plan(EngineOptions(model=path, activations="int8", weights="int8", device="cuda"))
+        plan(ServerOptions(model=path, activations="int8", weights="int8", device="cuda"))
 
 
 @pytest.mark.parametrize("form", ["channel-int8", "packed-int4"])
@@ -203,17 +203,17 @@ def test_activations_in_int8_follow_what_the_checkpoint_says(tmp_path: Path, for
     ):
         config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = inputs
         file.write_text(json.dumps(config))
-        plan(EngineOptions(model=str(small)))  # rows of 16 bits, whatever the file says
+        plan(ServerOptions(model=str(small)))  # rows of 16 bits, whatever the file says
         if other is None:
-            plan(EngineOptions(model=str(small), activations="int8"))
+            plan(ServerOptions(model=str(small), activations="int8"))
             continue
         with pytest.raises(ConfigError, match=rf"int8 contradicts the checkpoint: .*config group group_0 have {other}"):
-            plan(EngineOptions(model=str(small), activations="int8"))
+            plan(ServerOptions(model=str(small), activations="int8"))
 
 
 def test_graphs_are_in_the_plan_and_refused_as_the_server_would(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M*"})
-    options = EngineOptions(model=str(tmp_path), max_seqs=8, max_len=256, graphs="on", speculative="ngram")
+    options = ServerOptions(model=str(tmp_path), max_seqs=8, max_len=256, graphs="on", speculative="ngram")
     memory, _, _, capture = plan(options)
     engine = build_engine(options)
     stats = engine._decoder.stats()
@@ -221,14 +221,14 @@ def test_graphs_are_in_the_plan_and_refused_as_the_server_would(tmp_path: Path) 
     assert stats["graphs_now"] == sum(int(row[1]) for row in capture.rows[1:])
     assert "decoder graphs" in [row[0] for row in memory.rows] and "not" not in capture.title
     with pytest.raises(ValueError, match="lower max_seqs to at most"):
-        plan(EngineOptions(model=str(tmp_path), max_seqs=999, max_len=256, graphs="on", memory_bytes=10**6))
+        plan(ServerOptions(model=str(tmp_path), max_seqs=999, max_len=256, graphs="on", memory_bytes=10**6))
 
 
 def test_memory_beside_the_arena_is_in_the_plan_and_its_sum(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 3, text={"pattern": "M*"})
 
     def parts(**others: Any) -> dict[str, tuple[str, ...]]:
-        options = EngineOptions(model=str(tmp_path), device="cpu", memory_bytes=2**24, threads=1, **others)
+        options = ServerOptions(model=str(tmp_path), device="cpu", memory_bytes=2**24, threads=1, **others)
         if not options.encoder_process:
             decoder = build_engine(options)._decoder
             assert decoder.scheduler.memory.host.limit == (options.host_bytes or decoder.arena.total_bytes // 4)
@@ -245,9 +245,9 @@ def test_memory_beside_the_arena_is_in_the_plan_and_its_sum(tmp_path: Path) -> N
 def test_memory_that_binds_is_named(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M*"})
     checkpoint = open_checkpoint(str(tmp_path))
-    options = EngineOptions(model=str(tmp_path), max_seqs=8, max_len=256)
+    options = ServerOptions(model=str(tmp_path), max_seqs=8, max_len=256)
     layout = Arena(checkpoint.config.decoder, decoder_options(options, checkpoint)).layout
-    small = EngineOptions(
+    small = ServerOptions(
         model=str(tmp_path), max_seqs=8, max_len=256, memory_bytes=layout.blocks_for(3, 256) * layout.block_bytes
     )
     assert plan(small)[1].rows[-1] == ("256", "3", "memory (3 fit)")
@@ -256,9 +256,9 @@ def test_memory_that_binds_is_named(tmp_path: Path) -> None:
 def test_what_cannot_work_is_an_error_with_the_number_that_would(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 3, text={"pattern": "M*"})
     with pytest.raises(ValueError, match="at least"):
-        plan(EngineOptions(model=str(tmp_path), memory_bytes=64))
+        plan(ServerOptions(model=str(tmp_path), memory_bytes=64))
     with pytest.raises(ValueError, match="at least"):
-        plan(EngineOptions(model=str(tmp_path), handoff_bytes=1))
+        plan(ServerOptions(model=str(tmp_path), handoff_bytes=1))
 
 
 @pytest.mark.parametrize("pattern", ["M*", "M", "*-"])
@@ -267,7 +267,7 @@ def test_ways_out_of_too_little_memory_are_options_whose_values_work(tmp_path: P
     layout = Arena(open_checkpoint(str(tmp_path)).config.decoder, DecoderOptions(max_seqs=1, max_len=512)).layout
 
     def refusal(**others: Any) -> str:
-        options = EngineOptions(**{"model": str(tmp_path), "device": "cpu", "dtype": "float32", "threads": 1, **others})
+        options = ServerOptions(**{"model": str(tmp_path), "device": "cpu", "dtype": "float32", "threads": 1, **others})
         with pytest.raises(ValueError, match="superblocks") as caught:
             plan(options)
         said = str(caught.value)
@@ -293,7 +293,7 @@ def test_the_instruction_set_is_in_the_plan_and_one_that_the_processor_lacks_is_
     path = str(make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M"}).path)
     there = [each.name for each in supported(processor_features())]
     for name in ("auto", *there):
-        options = EngineOptions(model=path, device="cpu", instruction_set=name)
+        options = ServerOptions(model=path, device="cpu", instruction_set=name)
         used = there[0] if name == "auto" else name
         title = plan(options)[0].title
         assert f"on cpu, compiled for {used}" in title
@@ -301,17 +301,17 @@ def test_the_instruction_set_is_in_the_plan_and_one_that_the_processor_lacks_is_
     lacking = next(each.name for each in SETS if each.name not in there)
     for run in (plan, build_engine):
         with pytest.raises(ConfigError, match=f"instruction_set: {lacking} needs .* lacks; auto, .* would work"):
-            run(EngineOptions(model=path, device="cpu", instruction_set=lacking))
+            run(ServerOptions(model=path, device="cpu", instruction_set=lacking))
         with pytest.raises(ConfigError, match=f"instruction_set: {lacking} needs"):
-            run(EngineOptions(model=path, device="cpu", instruction_set=lacking, native="off"))
-    assert "compiled" not in plan(EngineOptions(model=path, device="cpu", native="off"))[0].title
-    assert "tested under an emulator" not in plan(EngineOptions(model=path, device="cpu"))[0].title
+            run(ServerOptions(model=path, device="cpu", instruction_set=lacking, native="off"))
+    assert "compiled" not in plan(ServerOptions(model=path, device="cpu", native="off"))[0].title
+    assert "tested under an emulator" not in plan(ServerOptions(model=path, device="cpu"))[0].title
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "without compiled code: there is no C++ compiler" in plan(EngineOptions(model=path, device="cpu"))[0].title
+    assert "without compiled code: there is no C++ compiler" in plan(ServerOptions(model=path, device="cpu"))[0].title
     with pytest.raises(
         ConfigError, match="native: 'on' is not possible: there is no C.. compiler .*; 'auto' would work"
     ):
-        plan(EngineOptions(model=path, device="cpu", native="on"))
+        plan(ServerOptions(model=path, device="cpu", native="on"))
 
 
 @needs_compiled
@@ -319,7 +319,7 @@ def test_compiled_code_that_a_model_or_options_rule_out_is_an_error_of_the_plan_
     tower = random_tower(random.Random(3)) | {"intermediate_size": 33}
     odd = str(make_qwen(tmp_path / "qwen", 3, vision=tower).path)
     plain = str(make_checkpoint(tmp_path / "omni", 3, text={"pattern": "M*"}).path)
-    options = EngineOptions(model=plain, device="cpu", native="on", threads=1)
+    options = ServerOptions(model=plain, device="cpu", native="on", threads=1)
     refused = {
         "intermediate_size 33 is odd": replace(options, model=odd, dtype="bfloat16"),
         "with graphs, states in bfloat16 are computed by torch": replace(options, graphs="on", state_dtype="bfloat16"),
@@ -338,7 +338,7 @@ def test_a_context_that_holds_no_image_is_told(tmp_path: Path, caplog: pytest.Lo
     make_minicpm(tmp_path, 3)
     vision = open_checkpoint(str(tmp_path), None, outline=True).config.vision
     assert vision is not None and vision.min_image_tokens > 2
-    options = EngineOptions(model=str(tmp_path), device="cpu", threads=1, max_len=vision.min_image_tokens + 1)
+    options = ServerOptions(model=str(tmp_path), device="cpu", threads=1, max_len=vision.min_image_tokens + 1)
     for run in (plan, build_engine):
         run(options)
         assert "no image fits" not in caplog.text
@@ -351,7 +351,7 @@ def test_a_context_that_holds_no_image_is_told(tmp_path: Path, caplog: pytest.Lo
 def test_without_attention_no_context_is_too_long_to_keep(tmp_path: Path) -> None:
     """Nothing grows with it: there are no pages, so there are no tables of them."""
     make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M"})
-    options = EngineOptions(model=str(tmp_path), max_len=2**31 - 1, max_seqs=64, threads=1)
+    options = ServerOptions(model=str(tmp_path), max_len=2**31 - 1, max_seqs=64, threads=1)
     assert plan(options)[1].rows[-1] == (str(2**31 - 1), "64", "max_seqs 64")
     engine = build_engine(options)
     assert engine.info.max_len == 2**31 - 1
@@ -366,9 +366,9 @@ def test_sizes_for_people(count: int, text: str) -> None:
 def test_a_role_plans_for_what_it_serves(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 3, text={"pattern": "M*-M"})
     checkpoint = open_checkpoint(str(tmp_path))
-    both = EngineOptions(model=str(tmp_path))
+    both = ServerOptions(model=str(tmp_path))
     encoder = ServerOptions(model=str(tmp_path), role="encoder")
-    decoder = EngineOptions(model=str(tmp_path), role="decoder", encoders=("localhost:1",))
+    decoder = ServerOptions(model=str(tmp_path), role="decoder", encoders=("localhost:1",))
     titles = {options.role: [table.title for table in plan(options)] for options in (both, encoder, decoder)}
     assert titles["all"][1:-1] == titles["decoder"][1:] and titles["encoder"][1:] == titles["all"][-1:]
     assert titles["decoder"][0].endswith("role decoder")
@@ -390,7 +390,7 @@ def test_options_of_images_are_refused_as_the_server_would(tmp_path: Path, other
     rule = {"patch_size": checkpoint.patch_size, "min_num_patches": 2**14, "max_num_patches": 2**15}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(rule))
     decoder = {} if "encoder_process" in other else {"role": "decoder", "encoders": ("localhost:1",)}
-    options = EngineOptions(**{"model": str(tmp_path), "device": "cpu", "max_len": 2**14, **decoder, **other})
+    options = ServerOptions(**{"model": str(tmp_path), "device": "cpu", "max_len": 2**14, **decoder, **other})
     for run in (plan, build_engine):
         with pytest.raises(ConfigError, match=message):
             run(options)
@@ -459,7 +459,7 @@ def test_a_role_without_images_is_refused(tmp_path: Path, role: str) -> None:
     make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M*-M"})
     encoders = ("localhost:1",) if role == "decoder" else ()
     with pytest.raises(ConfigError, match="role: .* takes no images.*'all' would work"):
-        plan(EngineOptions(model=str(tmp_path), role=role, encoders=encoders))
+        plan(ServerOptions(model=str(tmp_path), role=role, encoders=encoders))
 
 
 @pytest.mark.parametrize("hidden", [64, 128])
@@ -476,7 +476,7 @@ def test_what_compiled_code_stores_in_12_bits(hidden: int, tmp_path: Path) -> No
         "vocab_size": 128,
     }
     path = str(make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "*-", **sizes}).path)
-    options = EngineOptions(model=path, dtype="bfloat16", instruction_set=sets[0].name)
+    options = ServerOptions(model=path, dtype="bfloat16", instruction_set=sets[0].name)
     engine = build_engine(options)
     model = engine._decoder.model
     mixers = [mixer for layer in model.layers for mixer in layer.mixers]
@@ -488,11 +488,11 @@ def test_what_compiled_code_stores_in_12_bits(hidden: int, tmp_path: Path) -> No
     engine.close()
 
     def cell(**others: str) -> str | None:
-        rows = plan(EngineOptions(**{"model": path, "dtype": "bfloat16", **others}))[0].rows
+        rows = plan(ServerOptions(**{"model": path, "dtype": "bfloat16", **others}))[0].rows
         return {row[0].strip(): row[1] for row in rows}.get("as compiled code")
 
     def less(saved: int, **others: str) -> str | None:
-        options = EngineOptions(**{"model": path, "dtype": "bfloat16", **others})
+        options = ServerOptions(**{"model": path, "dtype": "bfloat16", **others})
         return size(weight_bytes(options, open_checkpoint(path)) - saved // 2) if saved else None
 
     assert cell(instruction_set=sets[0].name) == less(numbers + table)
@@ -551,7 +551,7 @@ def test_the_bytes_of_weights_are_those_that_loading_allocates(tmp_path: Path, m
     quantised = quantised_below(DecoderRunner(decoder, loading, checkpoint.decoder_weights()))
     plain = checkpoint.parameters() - sum(weight.shape.numel() for weight in quantised)
     allocated = 4 * plain + sum(weight.nbytes for weight in quantised)
-    options = EngineOptions(model=str(tmp_path / "model"), weights="fp8", dtype="float32", speculative=drafting)
+    options = ServerOptions(model=str(tmp_path / "model"), weights="fp8", dtype="float32", speculative=drafting)
     assert weight_bytes(options, checkpoint) == allocated
     written = quantise_checkpoint(checkpoint, tmp_path / "small", "fp8")
     assert written.after == allocated
@@ -563,7 +563,7 @@ def test_a_prediction_head_takes_memory_only_if_it_drafts(tmp_path: Path) -> Non
     make_qwen(tmp_path, 5, moe=False, mtp=True)
     checkpoint, bytes_of = open_checkpoint(str(tmp_path)), {}
     for drafting in ("none", "ngram", "mtp"):
-        options = EngineOptions(model=str(tmp_path), dtype="float32", speculative=drafting)
+        options = ServerOptions(model=str(tmp_path), dtype="float32", speculative=drafting)
         bytes_of[drafting] = weight_bytes(options, checkpoint)
         count = checkpoint.parameters(drafts=drafting == "mtp")
         assert f"{count / 1e6:.1f} M parameters" in plan(options)[0].rows[1][2]
@@ -577,7 +577,7 @@ def test_weights_of_the_wanted_kind_are_counted_as_they_are_stored(tmp_path: Pat
     quantise_checkpoint(open_checkpoint(str(source.path)), tmp_path / "small", "int4-32")
     small = str(tmp_path / "small")
     fine, coarse = (
-        weight_bytes(EngineOptions(model=small, dtype="float32", weights=form), open_checkpoint(small))
+        weight_bytes(ServerOptions(model=small, dtype="float32", weights=form), open_checkpoint(small))
         for form in (None, "int4")
     )
     assert fine == coarse

@@ -40,6 +40,31 @@ def test_options_without_an_effect_in_a_role_are_named(
     assert [record.getMessage() for record in caplog.records] == ([words] if unused else [])
 
 
+@pytest.mark.parametrize(
+    ("options", "where", "unused"),
+    [
+        ({"draft_tokens": 5}, "without --speculative or --forced-tokens on", "draft_tokens"),
+        ({"state_cache": "none", "checkpoint_bytes": 9}, "with --state-cache none", "checkpoint_bytes"),
+        ({"memory_bytes": 2**20, "memory_share": 0.3}, "with --memory-bytes", "memory_share"),
+        ({"graphs": "off", "max_capture": 64}, "with --graphs off", "max_capture"),
+        ({"native": "off", "instruction_set": "avx2"}, "with --native off", "instruction_set"),
+        ({"encoder_lease": 3.0}, "without --encoder-process", "encoder_lease"),
+        ({"max_tenant_calls": 3}, "without --api-keys", "max_tenant_calls"),
+        ({"frontends": 2, "batch_jobs": 3}, "with several frontends", "batch_jobs"),
+        ({"image_url_ca": "ca.pem"}, "without --image-url-hosts", "image_url_ca"),
+        ({"http_host": "0.0.0.0", "http_file_dir": "files"}, "without --http-port", "http_file_dir"),
+        ({"draft_tokens": 5, "forced_tokens": "on"}, "", ""),
+        ({"memory_share": 0.3, "max_capture": 64, "encoder_process": True, "encoder_lease": 3.0}, "", ""),
+    ],
+)
+def test_options_without_an_effect_beside_others_are_named(
+    options: dict[str, Any], where: str, unused: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_unused(ServerOptions(**options))
+    words = [f"without effect {where}: {unused}"] if unused else []
+    assert [record.getMessage() for record in caplog.records] == words
+
+
 @pytest.mark.parametrize("command", [check_options, plan])
 def test_serve_and_plan_name_the_options_of_other_roles(
     command: Callable[[ServerOptions], Any], caplog: pytest.LogCaptureFixture

@@ -13,7 +13,7 @@ from tiny_checkpoint import make_checkpoint
 
 from decoder.config import DecoderOptions
 from service.commands.plan import plan
-from service.common.config import ConfigError, EngineOptions
+from service.common.config import ConfigError, EngineOptions, ServerOptions
 from service.engine.build import build_encoder, build_engine
 from service.engine.runner_options import decoder_options, resolve_device, resolve_step_tokens
 from service.model.checkpoint import open_checkpoint
@@ -76,7 +76,7 @@ def test_heads_that_cannot_draft_are_an_error_of_server_and_plan(
     tmp_path: Path, heads: bool, draft_vocab: int | None, words: str
 ) -> None:
     make_checkpoint(tmp_path, 3, mtp=heads, text={"pattern": "M*-M"})
-    options = EngineOptions(model=str(tmp_path), speculative="mtp", draft_vocab=draft_vocab, max_len=64)
+    options = ServerOptions(model=str(tmp_path), speculative="mtp", draft_vocab=draft_vocab, max_len=64)
     for check in (build_engine, plan):
         with pytest.raises(ValueError, match=words):
             check(options)
@@ -91,7 +91,7 @@ def test_a_dtype_that_is_not_computed_is_reported_unless_another_is_chosen(
     (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": declared}))
     loss = f"{declared.removeprefix('torch.')} is rounded to bfloat16"
     for dtype, told in ((None, True), ("bfloat16", False), ("float32", False)):
-        options = EngineOptions(model=str(tmp_path), dtype=dtype, max_seqs=2, max_len=64)
+        options = ServerOptions(model=str(tmp_path), dtype=dtype, max_seqs=2, max_len=64)
         caplog.clear()
         assert build_engine(options).info.dtype == (dtype or "bfloat16")
         assert (loss in caplog.text) is told

@@ -94,6 +94,7 @@ SERVER = "--tls-cert {0}/one/server.pem --tls-key {0}/one/server.key "
         ("--image-url-hosts a.b --image-url-networks 10.0.0.1/8", "image_url_networks: "),
         ("--image-url-hosts a.b --image-url-ca {0}/text", "image_url_ca: {0}/text"),
         ("--batch-concurrency 5 --max-queue 5", "batch_concurrency: 5 rows would leave"),
+        ("--batch-concurrency 1 --max-queue 1", "max_queue of at least 2 would work"),
         ("--media-dir {0}/text", "media_dir: {0}/text: File exists"),
         ("--batch-dir {0}/text/below", "batch_dir: {0}/text/below: Not a directory"),
         ("--media-dir {0}/both --batch-dir {0}/one/../both", "batch_dir: {0}/one/../both is also media_dir; each"),
