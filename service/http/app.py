@@ -22,7 +22,7 @@ from saccade._openai.errors import error_type
 from saccade._transport.local_aio import AsyncLocalConnection
 from service.common.config import HttpFrontOptions
 from service.http import batches, chat, completions, files, messages, metrics, models, openapi, responses, tokens
-from service.http.call import Endpoint, Front, Handler, Receive, Scope, Send, request_id_of
+from service.http.call import OTHER_ROUTE, Endpoint, Front, Handler, Receive, Scope, Send, request_id_of
 from service.http.messages import error_form_of
 
 SWEEP_SECONDS = 60.0
@@ -98,7 +98,7 @@ def make_app(options: HttpFrontOptions, engine: AsyncLocalConnection | None = No
         Route(path, Endpoint(front, f"{method} {path}", handle), methods=[method]) for method, path, handle in ROUTES
     ]
     routes: list[BaseRoute] = [*served]
-    routes.append(Mount("/", _Page(StaticFiles(directory=PLAYGROUND, html=True), served)))
+    routes.append(Mount("/", _Page(front, StaticFiles(directory=PLAYGROUND, html=True), served)))
     middleware = []
     if options.http_cors_origins:
         middleware.append(
@@ -128,6 +128,7 @@ async def _refusal(request: Request, error: Exception) -> Response:
     """Answers requests for unknown paths and methods, with the form of errors of the path's API."""
     assert isinstance(error, HTTPException)
     path, status, request_id = request.url.path, error.status_code, request_id_of(request.headers)
+    request.app.state.front.count(OTHER_ROUTE, status)
     told: dict[str, Any] = {
         "message": f"{request.method} {path[:200]}: {error.detail}", "type": error_type(status), "param": None,
         "code": "HTTP", "request_id": request_id,
@@ -145,8 +146,8 @@ class _Page:
         served: the routes before this one. Requests for their paths with another method arrive here and get status 405.
     """
 
-    def __init__(self, app: StaticFiles, served: Sequence[Route]) -> None:
-        self._app, self._served = app, served
+    def __init__(self, front: Front, app: StaticFiles, served: Sequence[Route]) -> None:
+        self._front, self._app, self._served = front, app, served
         self._paths = {".", *(str(file.relative_to(PLAYGROUND)) for file in PLAYGROUND.rglob("*.*"))}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -158,6 +159,7 @@ class _Page:
 
         async def with_headers(message: Scope) -> None:
             if message["type"] == "http.response.start":
+                self._front.count(OTHER_ROUTE, message["status"])
                 message["headers"] = [*message["headers"], *PAGE_HEADERS]
             await send(message)
 

@@ -39,6 +39,8 @@ PASSED = ("authorization", "x-api-key", "traceparent", "tracestate")
 """Headers that are passed to gRPC servers as metadata."""
 MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID}}}")
+OTHER_ROUTE = "other"
+"""The label in metrics of pages, and of requests that no route answers."""
 BESIDE_THE_LOOP = 256 * 1024
 """Bodies of at least this many bytes are parsed in a thread, so that other streams continue meanwhile."""
 
@@ -84,6 +86,10 @@ class Front:
         self.running = 0
         self.streams = 0
         """Answers that are being streamed."""
+
+    def count(self, route: str, status: int) -> None:
+        """Counts a request that has ended. `route`: `OTHER_ROUTE` for those of no route in the list."""
+        self.calls[route, status] = self.calls.get((route, status), 0) + 1
 
 
 class HttpCall:
@@ -348,8 +354,7 @@ class Endpoint:
         finally:
             front.running -= 1
             call.release()
-            counted = (self._name, call.status)
-            front.calls[counted] = front.calls.get(counted, 0) + 1
+            front.count(self._name, call.status)
 
     async def _answered(self, call: HttpCall) -> None:
         try:

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from saccade.errors import PermissionDenied
 from service.common.config import HttpFrontOptions
 from service.common.tls import is_loopback
-from service.http.call import Front, HttpCall, Receive, Scope, Send
+from service.http.call import OTHER_ROUTE, Front, HttpCall, Receive, Scope, Send
 from service.http.listen import ANY_HOST
 from service.http.messages import error_form_of
 
@@ -64,6 +64,7 @@ class HostCheck:
                 call = HttpCall(self._front, scope, receive, send)
                 call.error_form = error_form_of(scope["path"])
                 await call.fail(PermissionDenied(problem, reason="HOST_DENIED"))
+                self._front.count(OTHER_ROUTE, call.status)
                 return
         await self._app(scope, receive, send)
 

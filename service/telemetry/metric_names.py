@@ -212,7 +212,9 @@ HANDOFF = (
 
 HTTP = (
     Declared(
-        "http_requests", COUNTER, "requests", "that have ended; status 499: the client closed its connection",
+        "http_requests", COUNTER, "requests",
+        "that have ended; route other: pages, and requests that no route answers; status 499: the client closed its "
+        "connection",
         ("route", "status"),
     ),
     Declared("http_running", GAUGE, "requests", "in progress"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import socket
 from collections import Counter
 from http.client import HTTPResponse
@@ -377,6 +378,16 @@ def test_a_proxy_s_name_can_be_allowed(server: RunningServer) -> None:
     assert told == [200, 200, 200, 403]
     with RunningHttp([server.address], http_allowed_hosts=("*",)) as http:
         assert httpx.get(f"{http.url}/v1/models", headers={"host": "other.example"}).status_code == 200
+
+
+def test_requests_that_no_route_answers_are_counted(server: RunningServer) -> None:
+    with RunningHttp([server.address]) as http:
+        for path, host in (("/", "localhost"), ("/", "other.example"), ("/v1/nothing", "localhost")):
+            httpx.get(http.url + path, headers={"host": host})
+        httpx.get(f"{http.url}/v1/messages")
+        told = httpx.get(f"{http.url}/metrics").text
+        counted = re.findall(r'requests_total\{route="other",status="(\d+)"} (\d+)', told)
+    assert counted == [("200", "1"), ("403", "1"), ("404", "1"), ("405", "1")]
 
 
 def test_unknown_paths_and_methods_have_a_request_id_and_the_form_of_their_api(http: RunningHttp) -> None:
