@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -18,7 +19,10 @@ from typing import Any
 from service.media.images import LENGTH, framed
 from service.media.prepared import MemoryFile
 
+log = logging.getLogger(__name__)
+
 START_SECONDS = 60.0
+"""Seconds within which a worker starts, and the process that it is forked from, which imports torch first."""
 MAX_REPLY = 64 * 1024
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "TMPDIR")
 """Environment variables that are passed to the processes; others may contain secrets."""
@@ -49,6 +53,8 @@ class ForkServer:
         self._lock = threading.Lock()
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
+        self._proven = False
+        """Whether a worker of this process has started, so that it imports nothing any more."""
         self._connection: socket.socket | None = None
 
     def fork(self, theirs: socket.socket) -> None:
@@ -71,6 +77,16 @@ class ForkServer:
     def _send_socket(self, theirs: socket.socket) -> None:
         assert self._connection is not None
         socket.send_fds(self._connection, [framed({"op": "fork"})], [theirs.fileno()])
+
+    def started(self, in_time: bool) -> None:
+        """Tells whether a worker has started within `START_SECONDS`. If not, and others have, the process hangs, and is
+        ended."""
+        with self._lock:
+            if in_time:
+                self._proven = True
+            elif self._proven:
+                log.critical("the process that image workers are forked from does not answer: it is killed")
+                self._stop()
 
     def kill(self, pid: int) -> None:
         """Kills the worker with this id, if there is one, without waiting for its end."""
@@ -106,7 +122,7 @@ class ForkServer:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._process = None
+            self._process, self._proven = None, False
 
 
 class Worker:
@@ -185,7 +201,10 @@ class Worker:
             try:
                 self.pid = int(self._receive(START_SECONDS)["pid"])
             except Lost as lost:
+                if lost.why == "time":
+                    self._fork_server.started(False)
                 raise NotStarted(f"the process was lost while starting ({lost.why})") from lost
+            self._fork_server.started(True)
         self._send({**command, "seconds": seconds, "size": len(data)}, data, seconds)
         return self._receive(seconds)
 

@@ -37,6 +37,7 @@ from families.minicpmv4_6.vision import SlicingVision
 from families.qwen3_5.vision import QwenVision
 from service.common import errors
 from service.common.config import ServerOptions
+from service.media import worker_processes
 from service.media.image_pool import ImagePool
 from service.media.image_worker import LENGTH
 from service.media.images import MediaLimits
@@ -365,6 +366,35 @@ def test_a_fork_server_that_is_ending_is_replaced_and_no_image_refused() -> None
     assert worker._connection.recv(1) == b"", "the worker has ended"
     assert pool.describe(png(2)).format == "PNG"
     assert server._process is not ending and ending.returncode == -signal.SIGKILL
+    pool.close()
+
+
+def test_a_fork_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_light_pool()
+    pool.describe(png(1))
+    worker, server = pool.workers[0], pool._fork_server
+    assert worker.pid and worker._connection and server._process
+    server._process.send_signal(signal.SIGSTOP)
+    os.kill(worker.pid, signal.SIGKILL)
+    worker._connection.settimeout(60)
+    assert worker._connection.recv(1) == b"", "the worker has ended"
+    with monkeypatch.context() as patient:
+        patient.setattr(worker_processes, "START_SECONDS", 0.1)
+        with pytest.raises(errors.Unavailable, match=r"lost while starting \(time\)"):
+            pool.describe(png(2))
+    assert pool.describe(png(2)).format == "PNG"
+    pool.close()
+
+
+def test_a_fork_server_that_has_not_started_yet_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take long to read torch from a slow disk."""
+    pool = make_light_pool()
+    with monkeypatch.context() as patient:
+        patient.setattr(worker_processes, "START_SECONDS", 0.001)
+        with pytest.raises(errors.Unavailable, match=r"lost while starting \(time\)"):
+            pool.describe(png(2))
+    first = pool._fork_server._process
+    assert first is not None and pool.describe(png(2)).format == "PNG" and pool._fork_server._process is first
     pool.close()
 
 
