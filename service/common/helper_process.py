@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 SPINNING = {"GOMP_SPINCOUNT": "1000"}
 """GOMP_SPINCOUNT: how long a thread of libgomp's team spins before it sleeps, set to about the time that Python takes
 between two operations. The default is hundreds of times longer. With the default, an idle machine is 10 to 16 % faster
@@ -84,6 +86,17 @@ def log_to_stderr(level: int | str, process: str = "") -> None:
         level=level.upper() if isinstance(level, str) else level, stream=sys.stderr,
         format=f"%(asctime)s %(levelname)s {who}%(name)s: %(message)s",
     )  # fmt: skip
+
+
+def announce(line: str) -> None:
+    """Prints a line to standard output, for the program that has started this one. If it does not read any more, or its
+    disk is full, that is only logged."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        log.warning("standard output: %s: %s", error.strerror, line)
+        with open(os.devnull, "wb") as nowhere:  # Python would fail again at its end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def log_level() -> int:

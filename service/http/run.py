@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import uvicorn
 
 from service.common.config import HttpFrontOptions
-from service.common.helper_process import STOP_SIGNALS, ignore_stop_signals, log_to_stderr
+from service.common.helper_process import STOP_SIGNALS, announce, ignore_stop_signals, log_to_stderr
 from service.http.app import make_app
 from service.http.hosts import HostCheck
 from service.http.listen import bind, check_exposure, url_of
@@ -31,7 +31,7 @@ def run(options: HttpFrontOptions) -> int:
     check_exposure(options)
 
     def ready() -> None:
-        print(f"saccade http ready on {url_of(listener, options.tls_cert is not None)}", flush=True)
+        announce(f"saccade http ready on {url_of(listener, options.tls_cert is not None)}")
 
     server = HttpServer(options, ready)
     listener = bind(options, DEFAULT_PORT if options.http_port is None else options.http_port)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from service.common.config import ServerOptions
 from service.common.errors import EngineDied
-from service.common.helper_process import STOP_SIGNALS, ignore_stop_signals
+from service.common.helper_process import STOP_SIGNALS, announce, ignore_stop_signals
 from service.engine.engine_client import Loading
 from service.servers.exposure import address_of
 from service.servers.http_process import LAST_SECONDS, HttpProcess
@@ -93,7 +93,7 @@ async def until_stopped(
     """Prints the ready line, and one for the HTTP server if there is one; on a signal, stops both. Raises ConfigError
     if the HTTP server cannot start."""
     address = address_of(options, server.port)
-    print(f"saccade ready on {address}", flush=True)
+    announce(f"saccade ready on {address}")
     if http is None:
         await stop_when_told(server, stopping, options.grace)
         return
@@ -103,7 +103,7 @@ async def until_stopped(
         await server.stop(grace=0)
         raise
     http.tell(address)
-    print(f"saccade http ready on {http.url}", flush=True)
+    announce(f"saccade http ready on {http.url}")
     await stop_when_told(_WithHttp(server, http, options.grace), stopping, options.grace)
 
 

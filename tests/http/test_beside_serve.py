@@ -276,6 +276,20 @@ def test_signals_until_the_end_do_not_change_the_exit_code_of_the_http_server_al
     assert server.returncode == 0
 
 
+def test_a_full_disk_behind_standard_output_ends_no_server() -> None:
+    command = [sys.executable, "-m", "service", "http", "--servers", "127.0.0.1:1", "--http-port", "0"]
+    with (
+        open("/dev/full", "w") as full,
+        subprocess.Popen(command, stdout=full, stderr=subprocess.PIPE, text=True) as server,
+    ):
+        assert server.stderr is not None
+        _, told, url = server.stderr.readline().partition("No space left on device: saccade http ready on ")
+        assert told and httpx.get(f"{url.strip()}/health").status_code == 200
+        server.terminate()
+        assert server.stderr.read() == ""
+    assert server.returncode == 0
+
+
 def test_a_process_that_cannot_be_started_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
