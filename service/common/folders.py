@@ -43,12 +43,21 @@ def locked(folder: Path, option: str) -> FolderLock:
     return FolderLock(lock)
 
 
+def temporary() -> str:
+    """The system's folder for temporary files. Raises ConfigError if there is none."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise ConfigError(f"TMPDIR: {error.strerror}; a folder that can be written to would work") from None
+
+
 class OwnedFolder(tempfile.TemporaryDirectory[str]):
-    """A new temporary folder. Deletes those with the same prefix whose processes were killed. Raises OSError."""
+    """A new temporary folder. Deletes those with the same prefix whose processes were killed. Raises OSError, and
+    ConfigError if there is no folder for it."""
 
     def __init__(self, prefix: str, parent: str | None = None) -> None:
         """`parent`: None for the system's folder for temporary files."""
-        parent = parent or tempfile.gettempdir()
+        parent = parent or temporary()
         _delete_abandoned(parent, prefix)
         super().__init__(prefix=prefix, dir=parent)
         new = Path(self.name) / f"{LOCK}.new"

@@ -19,7 +19,6 @@ import logging
 import os
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -33,7 +32,7 @@ from typing import Any
 
 from service.common.channel import Outbox, receive_descriptors
 from service.common.config import ConfigError, ServerOptions
-from service.common.folders import OwnedFolder, locked
+from service.common.folders import OwnedFolder, locked, temporary
 from service.common.helper_process import BEAT_SECONDS, STOP_HELPER, log_level, restart_pause, start_helper
 from service.common.option import cannot_listen
 from service.engine import wire
@@ -355,7 +354,7 @@ def reserved_port(options: ServerOptions) -> Iterator[int]:
     family, kind, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
     with contextlib.ExitStack() as held:
         if options.port:
-            path = Path(tempfile.gettempdir()) / f"saccade-{os.getuid()}-{address[0]}-{options.port}.lock"
+            path = Path(temporary()) / f"saccade-{os.getuid()}-{address[0]}-{options.port}.lock"
             try:  # O_NOFOLLOW: every user can create links in this folder
                 lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             except OSError as error:

@@ -13,14 +13,13 @@ import dataclasses
 import logging
 import os
 import subprocess
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from service.common.config import ConfigError, HttpFrontOptions, ServerOptions
-from service.common.folders import OwnedFolder
+from service.common.folders import OwnedFolder, temporary
 from service.common.helper_process import (
     BEAT_SECONDS,
     POLLS,
@@ -52,7 +51,7 @@ class HttpProcess:
         assert options.http_port is not None
         check_packages()
         check_exposure(dataclasses.replace(options, host=options.http_host), "http_host")
-        self._folder = socket_folder([tempfile.gettempdir(), "/tmp"], f"{options.frontends - 1}.sock")
+        self._folder = socket_folder([temporary(), "/tmp"], f"{options.frontends - 1}.sock")
         self._listener = bind(options, options.http_port)
         self.url = url_of(self._listener, options.tls_cert is not None)
         self._options = front_options(options, [f"unix:{self.socket_of(i)}" for i in range(options.frontends)])

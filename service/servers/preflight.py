@@ -11,7 +11,7 @@ from types import ModuleType
 
 from service.common.auth import watch_keys
 from service.common.config import ConfigError, ServerOptions
-from service.common.folders import locked
+from service.common.folders import locked, temporary
 from service.common.option import LAST_PORT, cannot_listen
 from service.common.roles import warn_of_unused
 from service.encoding.credentials import channel_credentials
@@ -119,7 +119,10 @@ def gateway() -> ModuleType:
 
 
 def _check_folders(options: ServerOptions) -> None:
-    """Raises ConfigError for a folder that cannot be used, that two options name, or that another process uses."""
+    """Raises ConfigError for a folder that cannot be used, that two options name, or that another process uses, and if
+    there is none for temporary files."""
+    if options.media_dir is None or options.batch_dir is None:
+        temporary()
     named: dict[Path, str] = {}
     for option in ("media_dir", "batch_dir"):
         _check_folder(options, option)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -165,6 +166,15 @@ def test_each_frontend_can_hold_the_largest_message() -> None:
         check_options(options)
     check_options(replace(options, max_inflight_bytes=10000))
     check_options(replace(options, max_inflight_bytes=5000, frontends=1))
+
+
+def test_a_folder_for_temporary_files_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    for options in (ServerOptions(port=0), ServerOptions(port=0, http_port=0, media_dir=str(tmp_path / "media"))):
+        with pytest.raises(ConfigError, match="^TMPDIR: No usable temporary directory found in .*none"):
+            check_options(options)
+    check_options(ServerOptions(port=0, media_dir=str(tmp_path / "media"), batch_dir=str(tmp_path / "batches")))
 
 
 def test_what_was_checked_can_be_used(folder: Path, tmp_path: Path) -> None:
