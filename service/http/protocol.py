@@ -16,10 +16,11 @@ from typing import Any
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from service.common.config import HttpFrontOptions
+from service.http.call import Application, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +130,9 @@ class LimitedProtocol(HttpToolsProtocol):
             raise ConnectionAbortedError  # stops the parser
         super().on_headers_complete()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, app if cycle.scope["http_version"] != "1.0" else _without_chunks(app, cycle))
+
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
@@ -171,3 +175,25 @@ class LimitedProtocol(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def _without_chunks(app: Application, cycle: RequestResponseCycle) -> Application:
+    """The application for a client of HTTP/1.0, which knows no chunks: the end of a body without `content-length` is
+    that of the connection (RFC 9112, 6.1 and 6.3)."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        unknown = False
+
+        async def sent(message: Scope) -> None:
+            nonlocal unknown
+            if message["type"] == "http.response.start":
+                unknown = all(name.lower() != b"content-length" for name, _ in message["headers"])
+                if unknown:
+                    cycle.chunked_encoding = False
+            elif unknown:  # uvicorn compares each piece with what is left of the body
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, sent)
+
+    return answer

@@ -223,6 +223,24 @@ def test_a_request_for_another_protocol_is_answered_as_any_other(
     assert answers.count(b"HTTP/1.1 200") == 1002
 
 
+def test_a_stream_has_no_chunks_for_a_client_of_http_1_0(http: RunningHttp) -> None:
+    """Its end is that of the connection. nginx asks in this way by default."""
+    asking = request_of({**ASK, "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+    for head in (asking, asking.replace(b"host:", b"connection: keep-alive\r\nhost:", 1)):
+        with socket.create_connection(("127.0.0.1", http.port), timeout=30) as connection:
+            connection.sendall(head)
+            answer = b"".join(iter(lambda: connection.recv(2**16), b""))
+        told, body = answer.split(b"\r\n\r\n", 1)
+        assert b"transfer-encoding" not in told.lower() and b"connection: close" in told.lower().split(b"\r\n")
+        *events, rest = body.split(b"\n\n")
+        assert not rest and events[-1] == b"data: [DONE]" and all(event.startswith(b"data: {") for event in events[:-1])
+    with socket.create_connection(("127.0.0.1", http.port), timeout=30) as connection:
+        connection.sendall(request_of(ASK).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+        whole = HTTPResponse(connection)
+        whole.begin()
+        assert json.loads(whole.read(int(whole.headers["content-length"])))["usage"]["completion_tokens"] == 4
+
+
 def test_there_is_no_cors_unless_it_is_asked_for(http: RunningHttp, server: RunningServer) -> None:
     origin = {"origin": "https://elsewhere.example"}
     assert "access-control-allow-origin" not in post(http, ASK, headers=origin).headers
