@@ -25,7 +25,10 @@ class HttpOptions:
         20.0, "seconds that the request line and headers may take to arrive", minimum=0.001, maximum=LONGEST_TIME
     )
     http_file_bytes: int = _option(
-        2**30, "bytes of files that are uploaded over HTTP for batches", minimum=0, size=True
+        2**30, "bytes of files that are uploaded over HTTP for batches, of all API keys together", minimum=0, size=True
+    )
+    http_file_key_bytes: int | None = _option(
+        None, "bytes of such files of one API key; unset: http_file_bytes", minimum=0, size=True
     )
     http_file_dir: str | None = _option(
         None,

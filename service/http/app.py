@@ -106,7 +106,8 @@ def make_app(options: HttpFrontOptions, engine: AsyncLocalConnection | None = No
                 CORSMiddleware, allow_origins=list(options.http_cors_origins), allow_methods=["*"],
                 allow_headers=["*"],
                 expose_headers=[
-                    "x-request-id", "request-id", "retry-after", "x-saccade-ignored", "content-range", "etag",
+                    "x-request-id", "request-id", "retry-after", "x-saccade-ignored", "x-saccade-missing-servers",
+                    "content-range", "etag",
                 ],
             )
         )  # fmt: skip

@@ -53,7 +53,7 @@ async def create(call: HttpCall) -> None:
         raise NotFound(f"there is no file {stored.file_id!r}", reason="FILE_NOT_FOUND") from None
 
     with file:
-        made = await call.caller().call("batch", "CreateBatch", lambda: parts(header, file))
+        made = await call.caller().create("batch", "CreateBatch", lambda: parts(header, file), call.request_id)
     await call.respond(_object(batch_from(made.batch)))
 
 
@@ -85,7 +85,7 @@ async def list_batches(call: HttpCall) -> None:
     """Lists batches, newest first: at most `limit`, those after the id `after`."""
     query = query_of(call)
     limit = limit_of(query, DEFAULT_LISTED, MAX_LISTED)
-    found = await _all_batches(call)
+    found = await all_batches(call)
     found.sort(key=lambda batch: -(batch.created or 0))
     if "after" in query:
         ids = [batch.batch_id for batch in found]
@@ -94,8 +94,9 @@ async def list_batches(call: HttpCall) -> None:
     await call.respond({"object": "list", **page})
 
 
-async def _all_batches(call: HttpCall) -> list[Batch]:
-    """The batches of all servers that have a BatchService and answer. Raises SaccadeError if there is none."""
+async def all_batches(call: HttpCall) -> list[Batch]:
+    """The batches of all servers that have a BatchService and answer; a header of the answer names those that do not.
+    Raises SaccadeError if there is none."""
     caller = call.caller()
 
     async def of(connection: Connection) -> list[Batch]:
@@ -109,15 +110,18 @@ async def _all_batches(call: HttpCall) -> list[Batch]:
                 return found
 
     try:
-        return [batch for batches in await caller.of_each(of) for batch in batches]
+        found, failures = await caller.of_each(of)
     except SaccadeError as error:
         raise _explained(error) from None
+    call.note_missing(address for address, error in failures.items() if not isinstance(error, Unimplemented))
+    return [batch for batches in found for batch in batches]
 
 
 async def check_access(call: HttpCall) -> None:
     """Raises SaccadeError if the key may not use batches, or if the server has no BatchService."""
+    caller, request = call.caller(), batch_pb2.ListBatchesRequest(page_size=1)
     try:
-        await call.caller().call("batch", "ListBatches", batch_pb2.ListBatchesRequest(page_size=1))
+        await caller.of_any(lambda connection: caller.call("batch", "ListBatches", request, on=connection))
     except SaccadeError as error:
         raise _explained(error) from None
 
@@ -132,18 +136,16 @@ def _explained(error: SaccadeError) -> SaccadeError:
 async def find_batch(call: HttpCall, batch_id: str) -> tuple[Batch, Connection]:
     """The batch, and the server that has it. Raises NotFound, or the error of a server that did not answer."""
     caller = call.caller()
-    failure: SaccadeError = NotFound(f"there is no batch {batch_id[:100]!r}", reason="BATCH_NOT_FOUND")
-    for connection in caller.upstream.connections:
-        try:
-            request = batch_pb2.GetBatchRequest(batch_id=batch_id)
-            answer = await caller.call("batch", "GetBatch", request, on=connection)
-        except NotFound:
-            continue
-        except SaccadeError as error:
-            failure = error
-        else:
-            return batch_from(answer.batch), connection
-    raise failure
+    request = batch_pb2.GetBatchRequest(batch_id=batch_id)
+
+    async def ask(connection: Connection) -> tuple[Batch, Connection]:
+        answer = await caller.call("batch", "GetBatch", request, on=connection)
+        return batch_from(answer.batch), connection
+
+    try:
+        return await caller.of_any(ask)
+    except NotFound:
+        raise NotFound(f"there is no batch {batch_id[:100]!r}", reason="BATCH_NOT_FOUND") from None
 
 
 def _object(batch: Batch) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 from saccade._openai.documents import load_json
@@ -81,7 +81,7 @@ class Front:
         self.budget = BodyBudget(options.max_inflight_bytes)
         self.calls: dict[tuple[str, int], int] = {}
         """Requests that have ended, by route and status."""
-        self.files = FileStore(options.http_file_bytes, options.http_file_dir)
+        self.files = FileStore(options.http_file_bytes, options.http_file_dir, key_capacity=options.http_file_key_bytes)
         self.routes: tuple[tuple[str, str, str], ...] = ()
         """Method, path and summary of each route."""
         self.running = 0
@@ -207,6 +207,11 @@ class HttpCall:
         """Releases the bytes of the body, at the end of the request."""
         self.front.budget.used -= self.held
         self.held = 0
+
+    def note_missing(self, addresses: Iterable[str]) -> None:
+        """Names servers that have not contributed to the answer in one of its headers."""
+        if names := ", ".join(addresses):
+            self.notes.append(("x-saccade-missing-servers", names))
 
     # -- what the client receives --------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,8 @@ log = logging.getLogger(__name__)
 
 LIFETIME = 24 * 3600.0
 """Seconds that a file is kept."""
-MAX_FILES = 1000
+MAX_FILES, MAX_KEY_FILES = 10_000, 1000
+"""Limits on the files of all keys and of one, because each takes a little memory as long as it is stored."""
 _OURS = re.compile(r"[0-9a-f]{32}(\.json|\.new)?")
 
 
@@ -71,10 +73,12 @@ class FileStore:
     DIRECTORY/lock             locked by the process that uses the folder
     """
 
-    def __init__(self, capacity: int, directory: str | None = None) -> None:
-        """Loads the files that an earlier process has left in `directory`, and deletes incomplete ones. `capacity`:
-        bytes of all files. Raises ConfigError if another process uses the folder, or if it cannot be written."""
+    def __init__(self, capacity: int, directory: str | None = None, *, key_capacity: int | None = None) -> None:
+        """Loads the files that an earlier process has left in `directory`, and deletes incomplete ones. `capacity` and
+        `key_capacity`: bytes of the files of all keys and of one; None: of one as of all. Raises ConfigError if another
+        process uses the folder, or if it cannot be written."""
         self.capacity = capacity
+        self.key_capacity = capacity if key_capacity is None else min(key_capacity, capacity)
         self._temporary = None
         if directory is None:
             self._temporary = OwnedFolder("saccade-http-files-")
@@ -82,21 +86,39 @@ class FileStore:
         self._folder = Path(directory)
         self._lock = locked(self._folder, "http_file_dir")
         self._files = {stored.file_id: stored for stored in _found(self._folder)}
-        self.used = sum(stored.size for stored in self._files.values())
+        self.used = 0
+        self._used: Counter[bytes] = Counter()
+        """Bytes of each key."""
+        for stored in self._files.values():
+            self._count(stored.owner, stored.size)
         self.sweep()
 
-    def reserve(self, size: int) -> None:
-        """Reserves space for bytes that are about to be written. Raises RateLimited if there is not enough, or if there
-        are too many files."""
-        self.sweep()
-        if self.used + size > self.capacity or len(self._files) >= MAX_FILES:
-            raise RateLimited(
-                f"{len(self._files)} uploaded files (at most {MAX_FILES}) take {self.used} of {self.capacity} bytes, "
-                f"and {size} more are needed; delete files, or wait until they are deleted {LIFETIME / 3600:g} hours "
-                "after their upload",
-                reason="QUOTA_EXCEEDED",
-            )
+    def _count(self, owner: bytes, size: int) -> None:
         self.used += size
+        self._used[owner] += size
+        if not self._used[owner]:
+            del self._used[owner]
+
+    def reserve(self, owner: bytes, size: int) -> None:
+        """Reserves space for bytes that are about to be written for a key. Raises RateLimited if there is not enough
+        for it or for all keys, or if there are too many files."""
+        self.sweep()
+        mine = sum(stored.owner == owner for stored in self._files.values())
+        for whose, count, most, used, capacity in (
+            ("uploaded files of this key", mine, MAX_KEY_FILES, self._used[owner], self.key_capacity),
+            ("uploaded files of all keys", len(self._files), MAX_FILES, self.used, self.capacity),
+        ):
+            if used + size > capacity or count >= most:
+                raise RateLimited(
+                    f"{count} {whose} (at most {most}) take {used} of {capacity} bytes, and {size} more are needed; "
+                    f"delete files, or wait until they are deleted {LIFETIME / 3600:g} hours after their upload",
+                    reason="QUOTA_EXCEEDED",
+                )
+        self._count(owner, size)
+
+    def release(self, owner: bytes, size: int) -> None:
+        """Releases reserved bytes."""
+        self._count(owner, -size)
 
     def new_path(self) -> Path:
         """An unused path for a new file."""
@@ -122,7 +144,7 @@ class FileStore:
     def delete(self, stored: StoredFile) -> None:
         del self._files[stored.file_id]
         stored.remove()
-        self.used -= stored.size
+        self._count(stored.owner, -stored.size)
 
     def sweep(self) -> None:
         """Deletes expired files. One that cannot be deleted is logged, and deleted at the next start."""

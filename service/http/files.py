@@ -41,7 +41,7 @@ async def upload(call: HttpCall) -> None:
     call.check_content_type("multipart/form-data")
     await check_access(call)
     store, owner = call.front.files, owner_of(call.headers)
-    limited = _LimitedBody(call, store.capacity)
+    limited = _LimitedBody(call, owner)
     try:
         async with Request(call.scope, limited.receive).form(max_files=1, max_fields=8) as form:
             if unknown := sorted(form.keys() - FORM):
@@ -57,7 +57,7 @@ async def upload(call: HttpCall) -> None:
             try:
                 await asyncio.to_thread(_keep, file, stored)
             except BaseException:
-                store.used -= size
+                store.release(owner, size)
                 stored.remove()
                 raise
             store.add(stored)
@@ -88,8 +88,8 @@ class _LimitedBody:
     """The body of a form, limited in size and in the time between two pieces. Its bytes are reserved in the store while
     they are parsed, because the parser writes them to a temporary file."""
 
-    def __init__(self, call: HttpCall, most: int) -> None:
-        self._call, self._most, self._size = call, most, 0
+    def __init__(self, call: HttpCall, owner: bytes) -> None:
+        self._call, self._owner, self._size = call, owner, 0
 
     async def receive(self) -> Any:
         timeout = self._call.front.options.stall_timeout
@@ -101,9 +101,10 @@ class _LimitedBody:
         if message["type"] == "http.disconnect":
             raise ClientGone
         size = len(message.get("body", b""))
-        if self._size + size > self._most:
-            raise MessageTooLarge(f"the file has more than {self._most} bytes", reason="MESSAGE_TOO_LARGE")
-        self._call.front.files.reserve(size)
+        store = self._call.front.files
+        if self._size + size > store.key_capacity:
+            raise MessageTooLarge(f"the file has more than {store.key_capacity} bytes", reason="MESSAGE_TOO_LARGE")
+        store.reserve(self._owner, size)
         self._size += size
         return message
 
@@ -113,7 +114,7 @@ class _LimitedBody:
         self._size -= size
 
     def release(self) -> None:
-        self._call.front.files.used -= self._size
+        self._call.front.files.release(self._owner, self._size)
 
 
 def _file(file_id: str, name: str, size: int, created: float, expires: float | None, purpose: str) -> dict[str, Any]:

@@ -74,7 +74,7 @@ async def list_models(call: HttpCall) -> None:
     """Lists the models of all servers; in Anthropic's form if the header `anthropic-version` is set."""
     if anthropic := _for_anthropic(call):
         as_anthropic(call)
-    found = list((await _models(call.caller())).values())
+    found = list((await _models(call)).values())
     if anthropic:
         await call.respond(models_page(found, query_of(call)))
     else:
@@ -106,17 +106,20 @@ async def get_model(call: HttpCall) -> None:
     name = path_values(call.scope)["name"]
     if anthropic := _for_anthropic(call):
         as_anthropic(call)
-    found = await _models(call.caller())
+    found = await _models(call)
     if name not in found:
         raise NotFound(f"there is no model {name[:200]!r}; there are {', '.join(found)}")
     await call.respond(_model_info(found[name]) if anthropic else model_object(found[name]))
 
 
-async def _models(caller: Caller) -> dict[str, Model]:
-    """The models of all servers that answer, by name. Raises SaccadeError if there is none."""
-    answers = await caller.of_each(
+async def _models(call: HttpCall) -> dict[str, Model]:
+    """The models of all servers that answer, by name; a header of the answer names the servers that do not. Raises
+    SaccadeError if there is none."""
+    caller = call.caller()
+    answers, failures = await caller.of_each(
         lambda connection: caller.call("model", "ListModels", model_pb2.ListModelsRequest(), on=connection)
     )
+    call.note_missing(failures)
     found = {model.name: model_from(model) for answer in answers for model in answer.models}
     if not found:
         raise Unavailable("no server has a model", retryable=True)
@@ -186,13 +189,15 @@ async def status(call: HttpCall) -> None:
 async def _server_state(caller: Caller, address: str, connection: Connection) -> dict[str, Any]:
     state: dict[str, Any] = {"address": address, "error": None, "models": [], "loads": None, "loads_error": None}
     try:
-        models = await caller.call("model", "ListModels", model_pb2.ListModelsRequest(), on=connection)
+        asked = caller.call("model", "ListModels", model_pb2.ListModelsRequest(), on=connection)
+        models = await caller.soon(address, asked)
         state["models"] = [model_object(model_from(model)) for model in models.models]
     except SaccadeError as error:
         state["error"] = {"code": error.reason or type(error).__name__, "message": error.message}
         return state
     try:
-        loads = await caller.call("admin", "GetLoads", admin_pb2.GetLoadsRequest(), on=connection)
+        asked = caller.call("admin", "GetLoads", admin_pb2.GetLoadsRequest(), on=connection)
+        loads = await caller.soon(address, asked)
         state["loads"] = _numbers(_all_fields(loads))
     except SaccadeError as error:
         state["loads_error"] = {"code": error.reason or type(error).__name__, "message": error.message}

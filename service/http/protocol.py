@@ -131,7 +131,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        super()._start_asgi_task(cycle, app if cycle.scope["http_version"] != "1.0" else _without_chunks(app, cycle))
+        if cycle.scope["http_version"] == "1.0":
+            app = _without_chunks(app, cycle)
+        super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():

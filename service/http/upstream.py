@@ -20,7 +20,7 @@ from saccade._core.settings import CallSettings, TLSConfig, make_settings
 from saccade._core.steps import Call
 from saccade._transport.aio import AsyncConnection, AsyncExchange
 from saccade._transport.local_aio import AsyncLocalConnection
-from saccade.errors import Overloaded, SaccadeError, Unavailable
+from saccade.errors import NotFound, Overloaded, SaccadeError, Unavailable
 from saccade.types import Delta
 from saccade.v1 import inference_pb2
 from service.common.config import HttpFrontOptions
@@ -34,8 +34,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 CONCURRENT = 16
 """Calls of one request that run at a time."""
-SOCKET_BACKOFF = 100
-"""Milliseconds between two attempts to connect to a Unix socket that does not exist yet."""
+ANSWER_SECONDS = 5.0
+"""Seconds that a server may take to answer a question to all servers, if there are several."""
+SOCKET_BACKOFF, BACKOFF = 100, 1000
+"""Milliseconds between two attempts to connect to a Unix socket that does not exist yet, and at most to a server that
+cannot be reached."""
 _BACKOFF = ("grpc.initial_reconnect_backoff_ms", "grpc.max_reconnect_backoff_ms")
 RESUMES = 8
 """Attempts to continue an interrupted answer, counted from its last piece."""
@@ -65,7 +68,7 @@ class Upstream:
             tls = TLSConfig(ca=options.servers_ca, certificate=options.servers_cert, key=options.servers_cert_key)
 
         def connect(address: str) -> AsyncConnection:
-            channel_options = {"grpc.max_receive_message_length": -1}
+            channel_options = {"grpc.max_receive_message_length": -1, _BACKOFF[1]: BACKOFF}
             if address.startswith("unix:"):  # probes during the start must not delay the connection after it
                 channel_options |= dict.fromkeys(_BACKOFF, SOCKET_BACKOFF)
             return AsyncConnection(
@@ -83,9 +86,13 @@ class Upstream:
         if len(self.connections) == 1:
             return self.connections
         key = prompt_key(message) if isinstance(message, inference_pb2.GenerateRequest) else ""
-        if not key:
-            first = next(self._turn) % len(self.connections)
-            return self.connections[first:] + self.connections[:first]
+        if key:
+            return self.order_of(key)
+        first = next(self._turn) % len(self.connections)
+        return self.connections[first:] + self.connections[:first]
+
+    def order_of(self, key: str) -> list[Connection]:
+        """The servers in an order that depends on the key."""
         ranked = sorted(
             zip(self.addresses, self.connections, strict=True),
             key=lambda entry: hashlib.blake2b((key + entry[0]).encode(), digest_size=8).digest(),
@@ -132,13 +139,72 @@ class Caller:
         assert failure is not None
         raise failure
 
-    async def of_each(self, ask: Callable[[Connection], Awaitable[T]]) -> list[T]:
-        """What the servers answer to `ask`, without those that fail. Raises the error of one if all fail."""
-        results = await asyncio.gather(*map(ask, self.upstream.connections), return_exceptions=True)
-        failures = [result for result in results if isinstance(result, BaseException)]
-        if len(failures) == len(results):
-            raise failures[0]
-        return [result for result in results if not isinstance(result, BaseException)]
+    async def create(self, service: str, method: str, message: Any, request_id: str) -> Any:
+        """The answer of a call that creates something, whose message contains `request_id`: what a server has created
+        for it, it does not create again. So calls with the same id go to the same server, and once more to it if the
+        answer is lost. Raises SaccadeError."""
+        failure: SaccadeError | None = None
+        for connection in self.upstream.order_of(request_id):
+            for _ in range(2):
+                try:
+                    return await self.call(service, method, message, on=connection)
+                except (Unavailable, Overloaded) as error:
+                    failure = error
+                    if error.reason:  # the server has refused
+                        break
+        assert failure is not None
+        raise failure
+
+    async def of_any(self, ask: Callable[[Connection], Awaitable[T]]) -> T:
+        """What the first server that does not fail answers to `ask`. Raises the error of one if all fail, NotFound only
+        if that is what all say."""
+        addresses, connections = self.upstream.addresses, self.upstream.connections
+        asked = [
+            asyncio.ensure_future(self.soon(address, ask(each)))
+            for address, each in zip(addresses, connections, strict=True)
+        ]
+        failure: SaccadeError | None = None
+        try:
+            for answer in asyncio.as_completed(asked):
+                try:
+                    return await answer
+                except SaccadeError as error:
+                    failure = error if failure is None or isinstance(failure, NotFound) else failure
+        finally:
+            for each in asked:
+                each.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        assert failure is not None
+        raise failure
+
+    async def of_each(self, ask: Callable[[Connection], Awaitable[T]]) -> tuple[list[T], dict[str, SaccadeError]]:
+        """What the servers answer to `ask`, and by address the errors of those that fail or do not answer within
+        `ANSWER_SECONDS`. Raises the error of one if all fail."""
+        addresses, connections = self.upstream.addresses, self.upstream.connections
+        asked = [self.soon(address, ask(each)) for address, each in zip(addresses, connections, strict=True)]
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        found, failures = [], {}
+        for address, result in zip(addresses, results, strict=True):
+            if isinstance(result, SaccadeError):
+                failures[address] = result
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                found.append(result)
+        if not found:
+            raise next(iter(failures.values()))
+        return found, failures
+
+    async def soon(self, address: str, answer: Awaitable[T]) -> T:
+        """The answer of the server at `address`. Raises Unavailable if there are several servers and this one does not
+        answer within `ANSWER_SECONDS`: others may, and a server that hangs would delay them for as long as gRPC takes
+        to give up its connection."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS if len(self.upstream.connections) > 1 else None):
+                return await answer
+        except TimeoutError:
+            words = f"the server {address} has not answered within {ANSWER_SECONDS:g} s"
+            raise Unavailable(words, retryable=True) from None
 
     async def messages(
         self, service: str, method: str, message: Any, *, on: Connection, timeout: float | None

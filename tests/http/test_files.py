@@ -24,7 +24,7 @@ from waiting import until
 from saccade.errors import NotFound, RateLimited
 from saccade.v1 import batch_pb2
 from service.common.config import ConfigError
-from service.http import app
+from service.http import app, file_store
 from service.http.batches import CHUNK, parts
 from service.http.file_store import FileStore, StoredFile, owner_of, stored_file
 
@@ -288,7 +288,7 @@ def test_metadata_is_limited_as_openai_s(http: RunningHttp) -> None:
 
 
 def written(store: FileStore, data: bytes = b"abc") -> StoredFile:
-    store.reserve(len(data))
+    store.reserve(b"owner", len(data))
     stored = stored_file(store.new_path(), b"owner", "a.jsonl", len(data))
     stored.path.write_bytes(data)
     stored.describe()
@@ -304,10 +304,39 @@ def test_files_count_and_expire_after_a_restart(tmp_path: Path) -> None:
     about.write_text(json.dumps(json.loads(about.read_text()) | {"created": old.created - 25 * 3600}))
     store = FileStore(10, str(tmp_path))
     assert store.owned(b"owner") == [one] and store.used == 3 and not old.path.exists()
-    store.reserve(7)
+    store.reserve(b"owner", 7)
     with pytest.raises(RateLimited, match="10 of 10 bytes"):
-        store.reserve(1)
+        store.reserve(b"another", 1)
     store.close()
+
+
+def test_one_key_leaves_others_their_files(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: dict[str, Any] = {"http_file_bytes": 10_000, "http_file_key_bytes": 6_000, "http_file_dir": str(tmp_path)}
+    large, small = ("in.jsonl", b"x" * 4_500), ("in.jsonl", ROW)
+    with RunningHttp([server.address], **limits) as http, client_of(http, "a") as one, client_of(http, "b") as two:
+        kept = one.files.create(file=large, purpose="batch")
+        with pytest.raises(openai.RateLimitError, match=r"1 uploaded files of this key .* of 6000 bytes"):
+            one.files.create(file=large, purpose="batch")
+        with pytest.raises(openai.APIStatusError, match="more than 6000 bytes"):
+            one.files.create(file=("in.jsonl", b"x" * 6_000), purpose="batch")
+        two.files.create(file=large, purpose="batch")
+        with client_of(http, "c") as three, pytest.raises(openai.RateLimitError, match=r"of all keys .* of 10000"):
+            three.files.create(file=large, purpose="batch")
+    with RunningHttp([server.address], **limits) as http, client_of(http, "a") as one, client_of(http, "b") as two:
+        with pytest.raises(openai.RateLimitError, match=r"of this key .* of 6000 bytes"):
+            one.files.create(file=large, purpose="batch")  # what was there before counts
+        one.files.delete(kept.id)
+        one.files.delete(one.files.create(file=large, purpose="batch").id)
+        monkeypatch.setattr(file_store, "MAX_KEY_FILES", 2)
+        made = [one.files.create(file=small, purpose="batch").id for _ in range(2)]
+        with pytest.raises(openai.RateLimitError, match=r"2 uploaded files of this key \(at most 2\)"):
+            one.files.create(file=small, purpose="batch")
+        two.files.create(file=small, purpose="batch")
+        for file_id in made:
+            one.files.delete(file_id)
+        assert http.front.files._used.keys() == {owner_of({"authorization": "Bearer b"})}
 
 
 def test_a_file_may_fill_the_store(server: RunningServer, tmp_path: Path) -> None:
