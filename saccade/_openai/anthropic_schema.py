@@ -121,7 +121,9 @@ class AnthropicToolChoice(Strict):
 class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=0)
-    display: str | None = None
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="`omitted`: blocks of thinking have no text. It is never summarized."
+    )
 
 
 class OutputFormat(Strict):

@@ -35,13 +35,14 @@ _SAME = (
     "response_format", "priority", "skip_special_tokens",
 )  # fmt: skip
 """Fields with the same names as the arguments of the client's methods."""
-_TEMPLATE = (
+_OTHERS = (
     "chat_template_kwargs",
     "reasoning_effort",
     "enable_thinking",
     "max_reasoning_tokens",
     "continue_final_message",
     "late_system_as_user",
+    "clamp_max_tokens",
 )
 
 
@@ -49,7 +50,7 @@ def chat_request(body: ChatCompletion, opener: Opener, *, request_id: str = "") 
     """The message for a chat completion. Raises InvalidArgument."""
     options = sampling_options(body)
     options["max_tokens"] = body.max_completion_tokens or body.max_tokens
-    options |= {name: getattr(body, name) for name in _TEMPLATE}
+    options |= {name: getattr(body, name) for name in _OTHERS}
     if body.logprobs:
         options["logprobs"] = body.top_logprobs or 0
     request = build_request(message_dicts(body.messages, opener), request_id=request_id, **options)

@@ -11,6 +11,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from saccade._openai.problems import validated
 from saccade._openai.schema import (
     CachedPart,
+    CacheOptions,
     ChatCompletion,
     DirectCaller,
     LogitBias,
@@ -241,7 +242,7 @@ class ResponseRequest(Strict):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
+    prompt_cache_options: CacheOptions = Field(None, description="Ignored, but `prewarm`, which is an error.")
     prompt_cache_retention: Any = None
 
     @model_validator(mode="after")

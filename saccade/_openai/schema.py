@@ -222,6 +222,15 @@ class DirectCaller(Strict):
 # -- chat completions --------------------------------------------------------------------------------------------------
 
 
+def _generating(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("prewarm"):
+        raise ValueError("prewarm: it is not supported; an answer of one token fills the cache, too")
+    return value
+
+
+CacheOptions: TypeAlias = Annotated[Any, AfterValidator(_generating)]
+
+
 def _replaced_by(name: str) -> BeforeValidator:
     """For a field that OpenAI has replaced: its error says by what."""
 
@@ -380,6 +389,10 @@ class ChatCompletion(Templated, Sampling, DefaultsOfOthers):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
     max_reasoning_tokens: int | None = Field(None, ge=0)
+    clamp_max_tokens: bool | None = Field(
+        None, description="If `max_tokens` is more than the context leaves, the answer may reach its end. Without it, "
+        "such a number is an error.",
+    )  # fmt: skip
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     echo: Literal[False] | None = None
@@ -395,7 +408,7 @@ class ChatCompletion(Templated, Sampling, DefaultsOfOthers):
     service_tier: Any = Field(None, description="Ignored.")
     safety_identifier: Any = Field(None, description="Ignored.")
     prompt_cache_key: Any = Field(None, description="Ignored: the cache needs no key.")
-    prompt_cache_options: Any = Field(None, description="Ignored.")
+    prompt_cache_options: CacheOptions = Field(None, description="Ignored, but `prewarm`, which is an error.")
     prompt_cache_retention: Any = Field(None, description="Ignored.")
     prediction: Any = Field(None, description="Ignored: it would not change the answer.")
 

@@ -21,7 +21,19 @@ from starlette.staticfiles import StaticFiles
 from saccade._openai.errors import error_type
 from saccade._transport.local_aio import AsyncLocalConnection
 from service.common.config import HttpFrontOptions
-from service.http import batches, chat, completions, files, messages, metrics, models, openapi, responses, tokens
+from service.http import (
+    batches,
+    chat,
+    completions,
+    files,
+    message_batches,
+    messages,
+    metrics,
+    models,
+    openapi,
+    responses,
+    tokens,
+)
 from service.http.call import OTHER_ROUTE, Endpoint, Front, Handler, Receive, Scope, Send, request_id_of
 from service.http.messages import error_form_of
 
@@ -57,6 +69,12 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", "/v1/responses/input_tokens", responses.count_input_tokens),
     ("POST", "/v1/messages", messages.messages),
     ("POST", "/v1/messages/count_tokens", messages.count_tokens),
+    ("POST", "/v1/messages/batches", message_batches.create),
+    ("GET", "/v1/messages/batches", message_batches.list_batches),
+    ("GET", "/v1/messages/batches/{batch_id}", message_batches.get),
+    ("DELETE", "/v1/messages/batches/{batch_id}", message_batches.delete),
+    ("POST", "/v1/messages/batches/{batch_id}/cancel", message_batches.cancel),
+    ("GET", "/v1/messages/batches/{batch_id}/results", message_batches.results),
     ("POST", "/v1/embeddings", tokens.embeddings),
     ("POST", "/v1/files", files.upload),
     ("GET", "/v1/files", files.list_files),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import IO, Any, Literal
 
 from pydantic import Field
@@ -22,6 +23,8 @@ from service.http.pages import index_of, limit_of, page_object, query_of
 from service.http.upstream import Connection
 
 URL = "/v1/chat/completions"
+MESSAGES = "/v1/messages/batches"
+"""The name of the input of a batch that was created there; `/v1/batches` does not show it."""
 CHUNK = 2**20
 DEFAULT_LISTED, MAX_LISTED = 20, 100
 """Number of batches on one page of the list: without the parameter `limit`, and at most."""
@@ -76,17 +79,20 @@ async def get(call: HttpCall) -> None:
 async def cancel(call: HttpCall) -> None:
     """Cancels a batch; finished answers are kept."""
     batch, connection = await find_batch(call, path_values(call.scope)["batch_id"])
+    await call.respond(_object(await cancelled(call, batch, connection)))
+
+
+async def cancelled(call: HttpCall, batch: Batch, connection: Connection) -> Batch:
+    """Cancels a batch and returns it when it has ended."""
     request = batch_pb2.CancelBatchRequest(batch_id=batch.batch_id)
-    answer = await call.caller().call("batch", "CancelBatch", request, on=connection)
-    await call.respond(_object(batch_from(answer.batch)))
+    return batch_from((await call.caller().call("batch", "CancelBatch", request, on=connection)).batch)
 
 
 async def list_batches(call: HttpCall) -> None:
     """Lists batches, newest first: at most `limit`, those after the id `after`."""
     query = query_of(call)
     limit = limit_of(query, DEFAULT_LISTED, MAX_LISTED)
-    found = await all_batches(call)
-    found.sort(key=lambda batch: -(batch.created or 0))
+    found = await all_batches(call, lambda batch: batch.input_name != MESSAGES)
     if "after" in query:
         ids = [batch.batch_id for batch in found]
         found = found[index_of(query, "after", ids, "batch", "BATCH_NOT_FOUND") + 1 :]
@@ -94,9 +100,9 @@ async def list_batches(call: HttpCall) -> None:
     await call.respond({"object": "list", **page})
 
 
-async def all_batches(call: HttpCall) -> list[Batch]:
-    """The batches of all servers that have a BatchService and answer; a header of the answer names those that do not.
-    Raises SaccadeError if there is none."""
+async def all_batches(call: HttpCall, chosen: Callable[[Batch], bool]) -> list[Batch]:
+    """The chosen batches of all servers that have a BatchService and answer, newest first; a header of the answer names
+    those that do not. Raises SaccadeError if there is none."""
     caller = call.caller()
 
     async def of(connection: Connection) -> list[Batch]:
@@ -114,7 +120,8 @@ async def all_batches(call: HttpCall) -> list[Batch]:
     except SaccadeError as error:
         raise _explained(error) from None
     call.note_missing(address for address, error in failures.items() if not isinstance(error, Unimplemented))
-    return [batch for batches in found for batch in batches]
+    listed = [batch for batches in found for batch in batches if chosen(batch)]
+    return sorted(listed, key=lambda batch: -(batch.created or 0))
 
 
 async def check_access(call: HttpCall) -> None:
@@ -133,8 +140,9 @@ def _explained(error: SaccadeError) -> SaccadeError:
     return error
 
 
-async def find_batch(call: HttpCall, batch_id: str) -> tuple[Batch, Connection]:
-    """The batch, and the server that has it. Raises NotFound, or the error of a server that did not answer."""
+async def find_batch(call: HttpCall, batch_id: str, *, messages: bool = False) -> tuple[Batch, Connection]:
+    """The batch, and the server that has it. `messages`: it is one of `/v1/messages/batches`. Raises NotFound, or the
+    error of a server that did not answer."""
     caller = call.caller()
     request = batch_pb2.GetBatchRequest(batch_id=batch_id)
 
@@ -142,10 +150,41 @@ async def find_batch(call: HttpCall, batch_id: str) -> tuple[Batch, Connection]:
         answer = await caller.call("batch", "GetBatch", request, on=connection)
         return batch_from(answer.batch), connection
 
+    unknown = NotFound(f"there is no batch {batch_id[:100]!r}", reason="BATCH_NOT_FOUND")
     try:
-        return await caller.of_any(ask)
+        batch, connection = await caller.of_any(ask)
     except NotFound:
-        raise NotFound(f"there is no batch {batch_id[:100]!r}", reason="BATCH_NOT_FOUND") from None
+        raise unknown from None
+    if (batch.input_name == MESSAGES) != messages:
+        raise unknown
+    return batch, connection
+
+
+async def delete_batch(call: HttpCall, batch: Batch, connection: Connection) -> None:
+    """Deletes a batch that has ended, with its output."""
+    request = batch_pb2.DeleteBatchRequest(batch_id=batch.batch_id)
+    await call.caller().call("batch", "DeleteBatch", request, on=connection)
+
+
+async def all_output(
+    call: HttpCall, batch: Batch, connection: Connection, offset: int = 0
+) -> AsyncGenerator[bytes, None]:
+    """What the batch has written, answers and errors, from the byte `offset` on."""
+    request = batch_pb2.DownloadBatchOutputRequest(batch_id=batch.batch_id, offset=offset)
+    timeout = call.timeout() if "x-request-timeout" in call.headers else None
+    messages = call.caller().messages("batch", "DownloadBatchOutput", request, on=connection, timeout=timeout)
+    async with contextlib.aclosing(messages) as source:
+        async for message in source:
+            yield message.data
+
+
+async def output_lines(call: HttpCall, batch: Batch, connection: Connection) -> AsyncGenerator[list[bytes], None]:
+    """The same as whole lines, some at a time, without their ends."""
+    rest = b""
+    async with contextlib.aclosing(all_output(call, batch, connection)) as source:
+        async for piece in source:
+            *lines, rest = (rest + piece).split(b"\n")
+            yield lines
 
 
 def _object(batch: Batch) -> dict[str, Any]:

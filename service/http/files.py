@@ -17,8 +17,7 @@ from starlette.requests import Request
 
 from saccade.errors import DeadlineExceeded, InvalidArgument, MessageTooLarge, NotFound, RateLimited
 from saccade.types import Batch
-from saccade.v1 import batch_pb2
-from service.http.batches import check_access, find_batch
+from service.http.batches import all_output, check_access, delete_batch, find_batch, output_lines
 from service.http.call import ClientGone, HttpCall, path_values
 from service.http.file_store import StoredFile, owner_of, stored_file
 from service.http.pages import index_of, limit_of, page_object, query_of
@@ -174,8 +173,7 @@ async def delete_file(call: HttpCall) -> None:
                 f"{file_id}: the error file is deleted together with the answers of {batch.batch_id}; to delete both, "
                 f"delete file-output-{batch.batch_id}"
             )
-        request = batch_pb2.DeleteBatchRequest(batch_id=batch.batch_id)
-        await call.caller().call("batch", "DeleteBatch", request, on=connection)
+        await delete_batch(call, batch, connection)
     await call.respond({"id": file_id, "object": "file", "deleted": True})
 
 
@@ -219,7 +217,7 @@ def _part(call: HttpCall, found: StoredFile | tuple[Batch, Connection], part: ra
         return cut(_read(found.path, part.start), 0, len(part))
     if _output_size(call, found[0]) is None:
         return cut(_output(call, *found), part.start, len(part))
-    return cut(_all_output(call, *found, part.start), 0, len(part))
+    return cut(all_output(call, *found, part.start), 0, len(part))
 
 
 async def _counted_size(call: HttpCall, batch: Batch, connection: Connection) -> int:
@@ -257,25 +255,10 @@ async def _output(call: HttpCall, batch: Batch, connection: Connection) -> Async
     """The content of the batch's file that the call names: its answers or its errors, in whole lines. It takes as long
     as its reader, unless the call has a deadline of its own."""
     failed = _of_errors(call)
-    rest = b""
-    async with contextlib.aclosing(_all_output(call, batch, connection)) as source:
-        async for piece in source:
-            *lines, rest = (rest + piece).split(b"\n")
-            chosen = [line + b"\n" for line in lines if (json.loads(line)["error"] is not None) == failed]
-            if chosen:
+    async with contextlib.aclosing(output_lines(call, batch, connection)) as source:
+        async for lines in source:
+            if chosen := [line + b"\n" for line in lines if (json.loads(line)["error"] is not None) == failed]:
                 yield b"".join(chosen)
-
-
-async def _all_output(
-    call: HttpCall, batch: Batch, connection: Connection, offset: int = 0
-) -> AsyncGenerator[bytes, None]:
-    """What the batch has written, answers and errors, from the byte `offset` on."""
-    request = batch_pb2.DownloadBatchOutputRequest(batch_id=batch.batch_id, offset=offset)
-    timeout = call.timeout() if "x-request-timeout" in call.headers else None
-    messages = call.caller().messages("batch", "DownloadBatchOutput", request, on=connection, timeout=timeout)
-    async with contextlib.aclosing(messages) as source:
-        async for message in source:
-            yield message.data
 
 
 async def _find(call: HttpCall) -> StoredFile | tuple[Batch, Connection]:

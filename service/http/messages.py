@@ -58,12 +58,13 @@ async def messages(call: HttpCall) -> None:
         call.error_form = _without_threads
         raise Unimplemented("thread: nothing is stored; send the whole conversation, without thread")
     request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
-    blocks = chain.from_iterable(message.content for message in body.messages if isinstance(message.content, list))
-    if any(isinstance(block, ToolResultBlock) and block.is_error for block in blocks):
+    given = chain.from_iterable(message.content for message in body.messages if isinstance(message.content, list))
+    if any(isinstance(block, ToolResultBlock) and block.is_error for block in given):
         call.notes.append(("x-saccade-ignored", "is_error"))  # chat templates have no place for it
     # As Anthropic's API: an answer that reaches the end of the context says so, instead of an error beforehand.
     request.sampling.clamp_max_tokens = True
-    events = MessageEvents(call.request_id, body.max_tokens)
+    omits = body.thinking is not None and body.thinking.display == "omitted"
+    events = MessageEvents(call.request_id, body.max_tokens, omits)
     if body.stream:
         await stream_events(call, call.caller(), request, events)
         return
@@ -72,9 +73,10 @@ async def messages(call: HttpCall) -> None:
         await call.respond(events.message)
         return
     answer = await whole_answer(call, call.caller(), request)
-    made = _message(call.request_id, answer.model)
+    made = message_object(call.request_id, answer.model)
     ending = _ending(answer, body.max_tokens)
-    made |= {"content": _blocks(answer), **ending, "usage": _usage(answer), "saccade": extension(answer)}
+    blocks = blocks_of(answer.reasoning, answer.text, omits)
+    made |= {"content": blocks, **ending, "usage": _usage(answer), "saccade": extension(answer)}
     await call.respond(made)
 
 
@@ -85,7 +87,8 @@ async def count_tokens(call: HttpCall) -> None:
     await call.respond({"input_tokens": await prompt_tokens(call, lambda: chat_of(body))})
 
 
-def _message(request_id: str, model: str) -> dict[str, Any]:
+def message_object(request_id: str, model: str) -> dict[str, Any]:
+    """A message without content."""
     return {
         "id": f"msg_{request_id}",
         "type": "message",
@@ -98,17 +101,17 @@ def _message(request_id: str, model: str) -> dict[str, Any]:
     }
 
 
-def _blocks(answer: Generation) -> list[dict[str, Any]]:
-    """The blocks of an answer without tools."""
+def blocks_of(reasoning: str, text: str, omits: bool = False) -> list[dict[str, Any]]:
+    """The blocks of an answer without its calls. `omits`: the text of reasoning."""
     blocks: list[dict[str, Any]] = []
-    if answer.reasoning:
-        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
-    if answer.text:
-        blocks.append({"type": "text", "text": answer.text})
+    if reasoning:
+        blocks.append({"type": "thinking", "thinking": "" if omits else reasoning, "signature": ""})
+    if text:
+        blocks.append({"type": "text", "text": text})
     return blocks
 
 
-def _object(arguments: str) -> Any:
+def object_of(arguments: str) -> Any:
     """A call's arguments as an object. If they are not valid JSON, because the call was cut off or has a number like
     1e999, an object with their text."""
     try:
@@ -118,21 +121,27 @@ def _object(arguments: str) -> Any:
 
 
 def _ending(answer: Generation, max_tokens: int) -> dict[str, Any]:
-    match = answer.samples[0].stop_match
+    return ending_of(
+        answer.finish_reason, answer.samples[0].stop_match, whole=answer.usage.completion_tokens >= max_tokens
+    )
+
+
+def ending_of(finish_reason: str, match: str | int | None, *, whole: bool) -> dict[str, Any]:
+    """Why an answer has ended. `match`: what of the stop strings and tokens. `whole`: it has all tokens that were asked
+    for, so that it was not the context that ended it."""
     stopped = match if isinstance(match, str) else None
-    whole = answer.usage.completion_tokens >= max_tokens
     longest = "max_tokens" if whole else "model_context_window_exceeded"
     reasons = {"length": longest, "tool_calls": "tool_use", "aborted": "aborted"}
-    reason = "stop_sequence" if stopped is not None else reasons.get(answer.finish_reason, "end_turn")
+    reason = "stop_sequence" if stopped is not None else reasons.get(finish_reason, "end_turn")
     return {"stop_reason": reason, "stop_sequence": stopped}
 
 
 def _usage(answer: Generation) -> dict[str, Any]:
     usage = answer.usage
-    return _input_usage(usage.prompt_tokens, usage.cached_tokens) | {"output_tokens": usage.completion_tokens}
+    return input_usage(usage.prompt_tokens, usage.cached_tokens) | {"output_tokens": usage.completion_tokens}
 
 
-def _input_usage(prompt: int, cached: int) -> dict[str, Any]:
+def input_usage(prompt: int, cached: int) -> dict[str, Any]:
     """Anthropic's input tokens are those that were not read from a cache."""
     return {
         "input_tokens": prompt - cached,
@@ -144,8 +153,9 @@ def _input_usage(prompt: int, cached: int) -> dict[str, Any]:
 class MessageEvents(Events):
     """The events of a streamed message, which consists of consecutive blocks."""
 
-    def __init__(self, request_id: str, max_tokens: int) -> None:
-        self._id, self._max_tokens = request_id, max_tokens
+    def __init__(self, request_id: str, max_tokens: int, omits: bool = False) -> None:
+        """`omits`: the text of reasoning."""
+        self._id, self._max_tokens, self._omits = request_id, max_tokens, omits
         self._kind: Literal["thinking", "text", "call"] | None = None
         """The kind of the block that is being written."""
         self._block: dict[str, Any] = {}
@@ -157,15 +167,15 @@ class MessageEvents(Events):
         """The message so far: its blocks that are complete; after `end`, the whole."""
 
     def begin(self, started: inference_pb2.Started) -> bytes:
-        self.message = _message(self._id, started.model)
-        self.message["usage"] = _input_usage(started.prompt_tokens, 0) | {"output_tokens": 0}
+        self.message = message_object(self._id, started.model)
+        self.message["usage"] = input_usage(started.prompt_tokens, 0) | {"output_tokens": 0}
         return b""
 
     def _start(self, cached: int) -> bytes:
         if self._begun:
             return b""
         self._begun, usage = True, self.message["usage"]
-        usage |= _input_usage(usage["input_tokens"], cached)
+        usage |= input_usage(usage["input_tokens"], cached)
         return named_event("message_start", message=self.message)
 
     @property
@@ -185,7 +195,7 @@ class MessageEvents(Events):
         if self._kind == "thinking":  # without this event some clients do not send the block back
             data = self._delta("signature_delta", "signature", "")
         data += named_event("content_block_stop", index=self._index)
-        written = {"input": _object(text)} if self._kind == "call" else {self._kind: text}
+        written = {"input": object_of(text)} if self._kind == "call" else {self._kind: text}
         self.message["content"].append(self._block | written)
         self._kind = None
         return data
@@ -196,7 +206,8 @@ class MessageEvents(Events):
         if delta.reasoning:
             if self._kind != "thinking":
                 data += self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            data += self._delta("thinking_delta", "thinking", delta.reasoning)
+            if not self._omits:
+                data += self._delta("thinking_delta", "thinking", delta.reasoning)
         if delta.text:
             if self._kind != "text":
                 data += self._open("text", {"type": "text", "text": ""})

@@ -12,12 +12,12 @@ from google.protobuf import json_format
 
 from saccade._core.results import model_from
 from saccade._transport.local_aio import AsyncLocalConnection
-from saccade.errors import InvalidArgument, NotFound, SaccadeError, Unavailable
+from saccade.errors import NotFound, SaccadeError, Unavailable
 from saccade.types import Model
 from saccade.v1 import admin_pb2, model_pb2
 from service.http.call import HttpCall, path_values
 from service.http.messages import as_anthropic
-from service.http.pages import Query, index_of, limit_of, page_object, query_of
+from service.http.pages import Query, page_around, query_of
 from service.http.upstream import Caller, Connection
 
 PROBE_SECONDS = 2.0
@@ -88,17 +88,9 @@ def _for_anthropic(call: HttpCall) -> bool:
 
 def models_page(models: list[Model], query: Query) -> dict[str, Any]:
     """A page of Anthropic's list of models. Raises InvalidArgument and NotFound."""
-    limit = limit_of(query, DEFAULT_LISTED, MAX_LISTED)
-    if "after_id" in query and "before_id" in query:
-        raise InvalidArgument("before_id: it cannot be combined with after_id")
     if "active" not in query.get("lifecycle[]", ["active"]):
         models = []
-    for name in ("after_id", "before_id"):
-        if name in query:
-            at = index_of(query, name, [model.name for model in models], "model")
-            models = models[at + 1 :] if name == "after_id" else models[:at]
-    page = models[-limit:] if "before_id" in query else models[:limit]
-    return page_object([_model_info(model) for model in page], more=len(models) > limit)
+    return page_around(list(map(_model_info, models)), query, DEFAULT_LISTED, MAX_LISTED, "model")
 
 
 async def get_model(call: HttpCall) -> None:

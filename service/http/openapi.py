@@ -15,6 +15,7 @@ from saccade._openai.response_schema import ResponseRequest
 from saccade._openai.schema import ChatCompletion
 from service.http.batches import BatchRequest
 from service.http.call import HttpCall
+from service.http.message_batches import MessageBatch
 
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletion,
@@ -23,6 +24,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses/input_tokens": ResponseRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokens,
+    "/v1/messages/batches": MessageBatch,
     "/v1/embeddings": Embeddings,
     "/v1/batches": BatchRequest,
     "/tokenize": Tokenize,

@@ -36,6 +36,23 @@ def index_of(query: Query, name: str, ids: Sequence[str], kind: str, reason: str
     return ids.index(wanted)
 
 
+def page_around(
+    objects: Sequence[dict[str, Any]], query: Query, default: int, most: int, kind: str, reason: str = ""
+) -> dict[str, Any]:
+    """A page of Anthropic's lists: at most `limit` of the objects (`default`, at most `most`), those after the id
+    `after_id` or before `before_id`. `kind` and `reason`: see `index_of`. Raises InvalidArgument and NotFound."""
+    limit = limit_of(query, default, most)
+    if "after_id" in query and "before_id" in query:
+        raise InvalidArgument("before_id: it cannot be combined with after_id")
+    ids = [each["id"] for each in objects]
+    if "after_id" in query:
+        objects = objects[index_of(query, "after_id", ids, kind, reason) + 1 :]
+    if "before_id" in query:
+        objects = objects[: index_of(query, "before_id", ids, kind, reason)]
+        return page_object(objects[-limit:], more=len(objects) > limit)
+    return page_object(objects[:limit], more=len(objects) > limit)
+
+
 def page_object(objects: Sequence[dict[str, Any]], *, more: bool) -> dict[str, Any]:
     """The answer with the `objects` of a page. `more`: there are further pages."""
     return {

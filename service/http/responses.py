@@ -114,7 +114,7 @@ def _end_of(answer: Generation) -> dict[str, Any]:
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.total_tokens,
@@ -132,8 +132,17 @@ def _reasoning(item_id: str, text: str | None) -> dict[str, Any]:
     return {"type": "reasoning", "id": item_id, "summary": [], "content": content}
 
 
+def _scored(logprobs: list[TokenLogprob] | None) -> list[dict[str, Any]]:
+    """Log-probabilities as in chat completions, but the bytes of a token without text are an empty list."""
+    scored: list[dict[str, Any]] = logprobs_object(logprobs or [])["content"]
+    for token in scored:
+        for each in (token, *token["top_logprobs"]):
+            each["bytes"] = each["bytes"] or []
+    return scored
+
+
 def _text(text: str, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
-    scored = logprobs_object(logprobs)["content"] if logprobs else []
+    scored = _scored(logprobs)
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": scored}
 
 
@@ -269,7 +278,7 @@ class ResponseEvents(Events):
         scores, self._held = self._held, []
         self._parts.append(text)
         self._scores += scores
-        logprobs = logprobs_object(scores)["content"] if scores else []
+        logprobs = _scored(scores)
         return self._event("response.output_text.delta", **self._at(), content_index=0, delta=text, logprobs=logprobs)
 
     def _arguments(self, call: ToolCallDelta) -> bytes:

@@ -156,5 +156,13 @@ def test_messages_have_thinking_blocks(http: RunningHttp, expected: saccade.Samp
         assert signatures == [sum(d.type == "thinking_delta" for d in deltas)]
         assert "".join(d.text for d in deltas if d.type == "text_delta") == expected.text
         assert [block.type for block in final.content] == ["thinking", "text"]
+        thinking = {**options["thinking"], "display": "omitted"}
+        hidden: list[Any] = client.messages.create(**{**options, "thinking": thinking}).content
+        with client.messages.stream(**{**options, "thinking": thinking}) as stream:
+            assert not [event for event in stream if event.type == "thinking"]
+            same: list[Any] = stream.get_final_message().content
+        for blocks in (hidden, same):
+            assert [block.type for block in blocks] == ["thinking", "text"]
+            assert (blocks[0].thinking, blocks[1].text) == ("", expected.text)
         plain = client.messages.create(**{**options, "thinking": {"type": "disabled"}})
         assert [block.type for block in plain.content] == ["text"]
