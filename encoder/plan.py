@@ -1,4 +1,4 @@
-"""Predicts the encoder's buffer sizes, memory and padding before anything runs. Pure arithmetic."""
+"""Predicts the encoder's buffer sizes and memory before anything runs. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from encoder.budget import EncoderBudgets, GraphShape, graph_shape, rows_per_image
 from encoder.item import IMAGE
 from encoder.tower import TowerSizes, conv_side, rotation_width
-from encoder.tune import Histogram, check_histogram, ladder_work, packed_work, real_tokens
 
 
 def buffer_sizes(
@@ -82,60 +81,3 @@ def describe(
             )
         )
     return rows
-
-
-@dataclass(frozen=True)
-class ExpectedPadding:
-    """Ratio of padded to real tokens for a histogram of image sizes."""
-
-    alone: float
-    """If each image is replayed alone."""
-    packed: float
-    """If 16 images wait at a time and are packed."""
-    eager: float
-    """Share of images larger than every budget, which run eagerly and unpadded."""
-
-
-def expected_padding(histogram: Histogram, budgets: EncoderBudgets) -> ExpectedPadding:
-    """Evaluates the budgets on a histogram. Raises `ValueError` for one without images."""
-    check_histogram(histogram)
-    above = sum(count for tokens, count in histogram.items() if tokens > budgets.largest)
-    return ExpectedPadding(
-        alone=ladder_work(histogram, budgets.token_budgets) / real_tokens(histogram),
-        packed=packed_work(histogram, budgets),
-        eager=above / sum(histogram.values()),
-    )
-
-
-def render(
-    sizes: TowerSizes, budgets: EncoderBudgets, dtype: torch.dtype, kinds: Collection[str] = (IMAGE,), *,
-    histogram: Histogram | None = None,
-) -> str:  # fmt: skip
-    """The encoder's part of the printed plan: several lines of text."""
-    rows = describe(sizes, budgets, dtype, kinds)
-    head = ("budget", "rows/image", "capacity", "tower rows", "sequences", "buffers", "activations")
-    table: list[tuple[str, ...]] = [head]
-    for row in rows:
-        numbers = (row.budget, row.rows_per_image, row.capacity, row.tower_rows, row.sequences)
-        table.append((*map(str, numbers), mebibytes(row.buffer_bytes), mebibytes(row.activation_bytes)))
-    widths = [max(len(line[column]) for line in table) for column in range(len(head))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in table]
-    arena, activations = rows[-1].buffer_bytes, rows[-1].activation_bytes
-    apart = sum(row.buffer_bytes for row in rows)
-    lines += [
-        f"image tokens: {sizes.min_image_tokens} to {sizes.max_image_tokens} an image, up to {budgets.max_images} "
-        f"images and {budgets.largest} tokens a launch",
-        f"graph memory: {mebibytes(arena + activations)} = one arena of {mebibytes(arena)} (buffers apart would take "
-        f"{mebibytes(apart)}) + about {mebibytes(activations)} of activations, shared by all graphs",
-    ]
-    if histogram is not None:
-        padding = expected_padding(histogram, budgets)
-        lines.append(
-            f"expected padding over {sum(histogram.values())} images: {padding.alone:.2f}x each alone, "
-            f"{padding.packed:.2f}x packed by 16, {padding.eager:.1%} above every budget"
-        )
-    return "\n".join(lines)
-
-
-def mebibytes(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"

@@ -9,7 +9,7 @@ import torch
 from tiny_encoder import TinyTower, tiny_tower
 
 from encoder.budget import EncoderBudgets, graph_shape, resolve_budgets
-from encoder.plan import activation_bytes, buffer_bytes, buffer_sizes, describe, expected_padding, render
+from encoder.plan import activation_bytes, buffer_bytes, buffer_sizes, describe
 from encoder.runner import EncoderOptions, EncoderRunner
 from families.nemotron_h_omni.vision import RadioVision
 
@@ -61,25 +61,6 @@ def test_video_widens_the_patches_only() -> None:
     shape_rows = describe(config, EncoderBudgets((256,), 1), torch.float32)
     wide = describe(config, EncoderBudgets((256,), 1), torch.float32, ("image", "video"))
     assert wide[0].buffer_bytes - shape_rows[0].buffer_bytes == 4 * 1024 * config.patch_dim
-
-
-def test_expected_padding(tiny: TinyTower) -> None:
-    padding = expected_padding({60: 3, 100: 1}, EncoderBudgets((64,), 1))
-    assert (padding.alone, padding.packed, padding.eager) == ((3 * 64 + 100) / 280, pytest.approx(1.04, abs=0.02), 0.25)
-    with pytest.raises(ValueError, match="no image"):
-        expected_padding({}, EncoderBudgets((64,), 1))
-
-
-def test_the_text_names_every_budget_and_the_totals(tiny: TinyTower) -> None:
-    budgets = EncoderBudgets((8, 64), 4)
-    text = render(tiny.config, budgets, torch.float32, histogram={8: 1, 20: 3})
-    lines = text.splitlines()
-    assert [line.split()[0] for line in lines[:3]] == ["budget", "8", "64"]
-    shape_bytes = describe(tiny.config, budgets, torch.float32)[-1]
-    total = (shape_bytes.buffer_bytes + shape_bytes.activation_bytes) / 2**20
-    assert f"graph memory: {total:.1f} MiB" in text
-    assert "up to 4 images and 64 tokens a launch" in text
-    assert "over 4 images" in lines[-1]
 
 
 def test_bytes_grow_with_the_dtype(tiny: TinyTower) -> None:

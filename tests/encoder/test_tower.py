@@ -12,7 +12,7 @@ from torch import Tensor
 
 from encoder.item import EncoderItem, Grid
 from encoder.pieces import Pieces, finish
-from encoder.plan import describe, render
+from encoder.plan import describe
 from encoder.runner import EncoderOptions, EncoderRunner
 from encoder.tower import PackedBatch, TowerSpec
 
@@ -142,7 +142,6 @@ def test_its_plan_follows_from_its_sizes() -> None:
     spec, budgets = SumSpec(), EncoderOptions().budgets(SumSpec())
     (*_, row) = describe(spec, budgets, torch.float32, spec.patch_widths)
     assert row.tower_rows == row.capacity * 9 + 1 and row.activation_bytes == row.tower_rows * 7 * 4
-    assert "image tokens: 2 to 32" in render(spec, budgets, torch.float32)
 
 
 def test_what_the_weights_cannot_take_is_refused() -> None:
