@@ -266,7 +266,7 @@ def measure_peer(path: Path, rounds: int) -> dict[str, Any]:
         "transformers_s": other,
         "ratio": statistics.median(b / a for a, b in pairs),
         "relative_rms": error,
-        "used_budgets": runner.plan()["used_budgets"],
+        "used_budgets": runner.lanes["image"].used_budgets,
         "transformers": transformers.__version__,
         "all": pairs,
     }

@@ -217,7 +217,7 @@ class EncoderRunner:
         wanted = tower.kinds if options.graph_kinds is None else options.graph_kinds
         graphed = [kind for kind in tower.kinds if kind in wanted]
         arena = None if no_graph or not graphed else EncoderArena(tower, self.budgets, graphed)
-        lanes = {
+        return {
             kind: Lane(
                 tower,
                 self.budgets,
@@ -229,8 +229,6 @@ class EncoderRunner:
             )
             for kind in tower.kinds
         }
-        self._arena_bytes = arena.bytes if arena is not None and any(lane.graphs for lane in lanes.values()) else 0
-        return lanes
 
     # -- work -----------------------------------------------------------------------------------------------------
 
@@ -329,23 +327,7 @@ class EncoderRunner:
         patches = self.tower.as_floats(part.patches.to(self.tower.device), kind=kind)
         return PatchSequence(part.grid, patches, part.merge_size, part.order)
 
-    # -- plan, counters, end --------------------------------------------------------------------------------------
-
-    def plan(self) -> dict[str, object]:
-        """Budgets, buffer sizes and calibration results, as plain numbers and strings."""
-        shapes = [self._shape(budget) for budget in self.budgets.token_budgets]
-        return {
-            "token_budgets": list(self.budgets.token_budgets),
-            "max_images": self.budgets.max_images,
-            "capacity": [shape.capacity for shape in shapes],
-            "rows": [shape.rows for shape in shapes],
-            "arena_bytes": self._arena_bytes,
-            "scratch_bytes": self.tower.scratch_bytes,
-            "graphs": self.options.graphs,
-            "used_budgets": self.lanes[IMAGE].used_budgets,
-            "unused_budgets": self.lanes[IMAGE].unused_budgets,
-            "used_video_budgets": self.lanes[VIDEO].used_budgets if VIDEO in self.lanes else [],
-        }
+    # -- counters, end --------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int | float]:
         """Counters since the start: replays per budget, eager calls per reason, images, temporal patches of clips,

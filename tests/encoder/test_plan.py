@@ -26,14 +26,15 @@ def test_planned_bytes_are_the_arena_s(tiny: TinyTower, dtype: torch.dtype) -> N
     options = EncoderOptions(dtype=dtype, graphs="on", token_budgets=(5, 13, 60), max_images=4)
     runner = EncoderRunner(tiny.config, options, tiny.weights.items())
     rows = describe(tiny.config, runner.budgets, dtype)
-    plan = runner.plan()
-    assert rows[-1].buffer_bytes == plan["arena_bytes"]
-    assert [row.capacity for row in rows] == plan["capacity"] == [8, 16, 60]
-    assert [row.tower_rows for row in rows] == plan["rows"] == [4 * 8 + 21, 4 * 16 + 21, 4 * 60 + 21]
+    arena = runner.lanes["image"].graphs.arena  # type: ignore[union-attr]
+    assert rows[-1].buffer_bytes == arena.bytes
+    assert [row.capacity for row in rows] == [shape.capacity for shape in arena.shapes.values()] == [8, 16, 60]
+    assert [row.tower_rows for row in rows] == [shape.rows for shape in arena.shapes.values()]
+    assert [row.tower_rows for row in rows] == [4 * 8 + 21, 4 * 16 + 21, 4 * 60 + 21]
     assert [row.rows_per_image for row in rows] == [2, 4, 15]
     assert [row.sequences for row in rows] == [5, 5, 5]
     for row in rows:
-        view = runner.lanes["image"].graphs.arena.view(row.budget)  # type: ignore[union-attr]
+        view = arena.view(row.budget)
         assert row.buffer_bytes == sum(t.numel() * t.element_size() for t in view.values())
     runner.close()
 

@@ -141,15 +141,16 @@ def test_clips_without_graphs_run_eagerly_and_say_why(tiny: TinyTower) -> None:
         assert relative_error(rows, expected) <= 1e-5
     stats = runner.stats()
     assert stats["eager_no_video_graphs"] == stats["video_batches"] > 0
-    assert stats["batches"] == stats["video_batches"] + 1 and runner.plan()["used_video_budgets"] == []
-    assert make(tiny, "on", graph_kinds=None).plan()["used_video_budgets"] == list(runner.budgets.token_budgets)
+    assert stats["batches"] == stats["video_batches"] + 1 and runner.lanes["video"].used_budgets == []
+    all_kinds = make(tiny, "on", graph_kinds=None)
+    assert all_kinds.lanes["video"].used_budgets == list(runner.budgets.token_budgets)
 
 
 def test_the_arena_grows_by_the_wider_patches_only(tiny: TinyTower) -> None:
     plain, wide = make(tiny, "on"), make(tiny, "on", graph_kinds=None)
-    largest = plain.lanes["image"].graphs.arena.shapes[plain.budgets.largest]  # type: ignore[union-attr]
-    grown = wide.plan()["arena_bytes"] - plain.plan()["arena_bytes"]  # type: ignore[operator]
-    assert grown == largest.patches * tiny.config.patch_dim * 4
+    before, after = (runner.lanes["image"].graphs.arena for runner in (plain, wide))  # type: ignore[union-attr]
+    largest = before.shapes[plain.budgets.largest]
+    assert after.bytes - before.bytes == largest.patches * tiny.config.patch_dim * 4
 
 
 def test_a_long_clip_takes_several_launches_with_turns_between(tiny: TinyTower) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from encoder.item import EncoderItem
 from encoder.native import scratch_sizes
+from encoder.plan import describe
 from encoder.runner import EncoderOptions, EncoderRunner
 from families import VisionSpec
 from kernels.linear import Quantised, quantise
@@ -52,8 +53,9 @@ class TinyTower:
 
     def check_scratch(self) -> None:
         """The plan has the scratch memory of the largest launch."""
-        plan: Any = self.runner(torch.bfloat16).plan()
-        assert plan["scratch_bytes"] == sum(scratch_sizes(plan["rows"][-1], self.vision, torch.bfloat16))
+        runner = self.runner(torch.bfloat16)
+        rows = describe(self.vision, runner.budgets, torch.bfloat16)[-1].tower_rows
+        assert runner.tower.scratch_bytes == sum(scratch_sizes(rows, self.vision, torch.bfloat16))
 
 
 def encode(runner: EncoderRunner, items: Sequence[EncoderItem]) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from towers import assert_same_bits_in_any_company, encode, rms
 
 from encoder.item import EncoderItem
 from encoder.native import scratch_sizes
+from encoder.plan import describe
 from encoder.runner import EncoderOptions, EncoderRunner
 from kernels.linear import Quantised, quantise
 
@@ -68,8 +69,9 @@ def test_bytes_become_rows_as_floats_do() -> None:
 
 def test_scratch_is_what_the_plan_says() -> None:
     tiny = tiny_qwen(0)
-    plan = make(tiny, torch.bfloat16).plan()
-    assert plan["scratch_bytes"] == sum(scratch_sizes(plan["rows"][-1], tiny.config, torch.bfloat16))  # type: ignore[index]
+    runner = make(tiny, torch.bfloat16)
+    rows = describe(tiny.config, runner.budgets, torch.bfloat16)[-1].tower_rows
+    assert runner.tower.scratch_bytes == sum(scratch_sizes(rows, tiny.config, torch.bfloat16))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "nvfp4", "int8"])
