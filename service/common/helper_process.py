@@ -104,20 +104,33 @@ def log_level() -> int:
     return logging.getLogger().getEffectiveLevel()
 
 
-def first_message(process: subprocess.Popen[bytes], connection: Connection, load_timeout: float, name: str) -> Any:
-    """Waits for a helper's first message: that it is ready, or cannot start. `name`: of the process, for errors. Raises
-    HelperFailed if the process ends first, or is killed after `load_timeout` seconds without a message."""
+def until_ready(
+    process: subprocess.Popen[bytes], connection: Connection, first: Any, load_timeout: float, name: str
+) -> list[Any]:
+    """Sends a helper its `first` message and waits for its answer: ("ready", ...), of which the rest is returned, or
+    ("failed", message). `name`: of the process, for errors. Raises ConfigError with that message, and HelperFailed if
+    the process ends without an answer or is killed after `load_timeout` seconds. An error ends the process."""
     try:
-        if any(connection.poll(load_timeout / POLLS) for _ in range(POLLS)):
-            return connection.recv()
+        with contextlib.suppress(ConnectionError):  # a process that has ended already is reported below
+            connection.send(first)
+        if not any(connection.poll(load_timeout / POLLS) for _ in range(POLLS)):
+            raise HelperFailed(
+                f"the {name} process was not ready after {load_timeout:g} seconds (load_timeout) and was killed; if "
+                "loading takes longer, raise load_timeout"
+            )
+        verdict, *values = connection.recv()
     except (EOFError, OSError):
         raise HelperFailed(f"the {name} process ended with code {process.wait()} while starting") from None
-    process.kill()
-    process.wait()
-    raise HelperFailed(
-        f"the {name} process was not ready after {load_timeout:g} seconds (load_timeout) and was killed; if loading "
-        "takes longer, raise load_timeout"
-    )
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    if verdict == "failed":
+        from service.common.option import ConfigError  # imported here: it imports the SDK, which helpers do not need
+
+        process.wait()
+        raise ConfigError(values[0])
+    return values
 
 
 META_FUNCTIONS = "torch._meta_registrations"

@@ -24,7 +24,7 @@ import torch
 
 from service.common.channel import send
 from service.common.config import ConfigError, EngineOptions
-from service.common.helper_process import HelperFailed, first_message, log_level, start_helper
+from service.common.helper_process import HelperFailed, log_level, start_helper, until_ready
 from service.encoding.encoder_pool import LinkOwner
 from service.encoding.entries import EncoderUnavailable, EncodingFailed, Work
 from service.encoding.segments import Segment, SegmentPool, rounded
@@ -196,20 +196,12 @@ class ProcessLink:
     def _connect(self) -> Connection:
         """Starts a process and waits until it is ready. Raises ConfigError."""
         self._process, connection = start_helper("service.servers.encoder_process")
+        self._log_level = log_level()
+        first = self._options, self._log_level
         try:
-            with contextlib.suppress(ConnectionError):  # a process that has ended already is reported by the next line
-                self._log_level = log_level()
-                connection.send((self._options, self._log_level))
-            verdict, *value = first_message(self._process, connection, self._options.load_timeout, "encoder")
+            until_ready(self._process, connection, first, self._options.load_timeout, "encoder")
         except HelperFailed as error:
             raise ConfigError(str(error)) from None
-        except BaseException:
-            self._process.kill()
-            self._process.wait()
-            raise
-        if verdict == "failed":
-            self._process.wait()
-            raise ConfigError(value[0])
         self._counts["starts"] += 1
         return connection
 

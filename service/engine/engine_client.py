@@ -9,7 +9,6 @@ starts another.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import subprocess
 import threading
@@ -21,9 +20,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from service.common.channel import Outbox
-from service.common.config import ConfigError, EngineOptions
+from service.common.config import EngineOptions
 from service.common.errors import EngineDied
-from service.common.helper_process import BEAT_SECONDS, POLLS, HelperFailed, first_message, log_level, start_helper
+from service.common.helper_process import BEAT_SECONDS, POLLS, HelperFailed, log_level, start_helper, until_ready
 from service.engine import wire
 from service.engine.types import EngineEvent, EngineInfo, EngineRequest, EventSink, Query
 
@@ -180,21 +179,12 @@ class EngineProcess(EngineLink):
         super().__init__(connection, on_death)
         self._hang_timeout = options.hang_timeout
         self._over = threading.Event()
+        self._log_level = log_level()
+        first = options, self._log_level
         try:
-            with contextlib.suppress(ConnectionError):  # a process that has ended already is reported by the next line
-                self._log_level = log_level()
-                self._connection.send((options, self._log_level))
-            verdict, value = first_message(self._process, self._connection, options.load_timeout, "engine")
+            (self.info,) = until_ready(self._process, connection, first, options.load_timeout, "engine")
         except HelperFailed as error:
             raise EngineDied(str(error)) from None
-        except BaseException:
-            self._process.kill()
-            self._process.wait()
-            raise
-        if verdict == "failed":
-            self._process.wait()
-            raise ConfigError(value)
-        self.info = value
 
     @property
     def alive(self) -> bool:

@@ -25,10 +25,10 @@ from service.common.helper_process import (
     POLLS,
     STOP_HELPER,
     HelperFailed,
-    first_message,
     log_level,
     restart_pause,
     start_helper,
+    until_ready,
 )
 from service.http.listen import ANY_HOST, bind, check_packages, url_of
 from service.servers.exposure import check_exposure
@@ -79,16 +79,14 @@ class HttpProcess:
     def tell(self, grpc_address: str) -> None:
         """Tells the process, and those that replace it, where clients reach gRPC; the playground shows it."""
         self._grpc_address = grpc_address
-        self._pass_on()
+        self.tell_log_level()
 
-    def _pass_on(self) -> None:
+    def tell_log_level(self) -> None:
+        """Tells the process the log level of this one, which those that replace it are told when they have started, and
+        again the address of gRPC, which is part of the same message."""
         if self._connection is not None:
             with contextlib.suppress(OSError):  # the process has ended; the next one is told after its start
                 self._connection.send((self._grpc_address, log_level()))
-
-    def tell_log_level(self) -> None:
-        """Tells the process, and those that replace it, the log level of this one."""
-        self._pass_on()
 
     def start(self) -> None:
         """Starts the process and returns when it serves. Raises ConfigError if it cannot start."""
@@ -106,17 +104,11 @@ class HttpProcess:
             except OSError as error:  # for example too many open files, which may pass
                 raise ConfigError(f"http_port: the HTTP server's process cannot be started: {error}") from None
         try:
-            connection.send((self._options, descriptor))
-            answer = first_message(self._process, connection, self._load_timeout, "HTTP")
+            until_ready(self._process, connection, (self._options, descriptor), self._load_timeout, "HTTP")
         except (HelperFailed, OSError) as error:
-            connection.close()
             raise ConfigError(f"http_port: {error}") from None
-        if answer[0] == "failed":
-            self._process.wait()
-            connection.close()
-            raise ConfigError(answer[1])
         self._connection = connection
-        self._pass_on()
+        self.tell_log_level()
         return connection
 
     def _keep(self, connection: Connection) -> None:

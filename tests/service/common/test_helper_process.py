@@ -16,10 +16,11 @@ from service.common.helper_process import (
     LONGEST_PAUSE,
     META_FUNCTIONS,
     HelperFailed,
-    first_message,
     restart_pause,
     torch_imports,
+    until_ready,
 )
+from service.common.option import ConfigError
 
 WAITS = [sys.executable, "-c", "import sys; sys.stdin.read()"]
 
@@ -28,7 +29,7 @@ def test_a_process_that_does_not_get_ready_is_killed() -> None:
     near, _far = Pipe()
     with subprocess.Popen(WAITS, stdin=subprocess.PIPE) as process:
         with pytest.raises(HelperFailed, match=r"the engine process was not ready after 0\.2 seconds \(load_timeout\)"):
-            first_message(process, near, 0.2, "engine")
+            until_ready(process, near, "first", 0.2, "engine")
         assert process.returncode == -9
 
 
@@ -37,15 +38,32 @@ def test_a_process_that_ends_before_it_is_ready_is_told_at_once() -> None:
     far.close()
     with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as process:
         with pytest.raises(HelperFailed, match="the engine process ended with code 3 while starting"):
-            first_message(process, near, 3600, "engine")
+            until_ready(process, near, "first", 3600, "engine")
 
 
-def test_the_first_message_is_handed_on() -> None:
+def test_what_a_ready_process_says_is_handed_on() -> None:
     near, far = Pipe()
     far.send(("ready", 1))
     with subprocess.Popen(WAITS, stdin=subprocess.PIPE) as process:
-        assert first_message(process, near, 3600, "engine") == ("ready", 1)
-        assert process.poll() is None
+        assert until_ready(process, near, "first", 3600, "engine") == [1]
+        assert far.recv() == "first" and process.poll() is None
+
+
+def test_the_reason_of_a_process_that_cannot_start_is_an_error() -> None:
+    near, far = Pipe()
+    far.send(("failed", "max_len: 1 is too short"))
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        with pytest.raises(ConfigError, match="max_len: 1 is too short"):
+            until_ready(process, near, "first", 3600, "engine")
+        assert process.returncode == 0
+
+
+def test_a_process_does_not_outlive_an_error_of_its_parent() -> None:
+    near, _far = Pipe()
+    with subprocess.Popen(WAITS, stdin=subprocess.PIPE) as process:
+        with pytest.raises(AttributeError):
+            until_ready(process, near, lambda: "no message", 3600, "engine")
+        assert process.returncode == -9
 
 
 @pytest.fixture(scope="module")
