@@ -273,14 +273,14 @@ class Loading:
 class SupervisedEngine:
     """An `EngineProcess` that is replaced when it dies, with the same methods. Thread-safe."""
 
-    def __init__(
-        self, options: EngineOptions, *, on_change: Callable[[bool], None] = lambda alive: None,
-        on_give_up: Callable[[], None] = lambda: None, loading: Loading | None = None,
-    ) -> None:  # fmt: skip
-        """Starts the first engine; its ConfigError is raised. `on_change` is called from other threads with whether
-        there is an engine, and `on_give_up` when no further engine will be started. With `loading` another thread can
-        end the first engine while it loads its model; EngineDied is raised then."""
-        self._options, self._on_change, self._on_give_up = options, on_change, on_give_up
+    def __init__(self, options: EngineOptions, *, loading: Loading | None = None) -> None:
+        """Starts the first engine; its ConfigError is raised. With `loading` another thread can end the first engine
+        while it loads its model; EngineDied is raised then."""
+        self._options = options
+        self.on_change: Callable[[bool], None] = lambda alive: None
+        """Called from other threads with whether there is an engine. Like `on_give_up`, not before `start`."""
+        self.on_give_up: Callable[[], None] = lambda: None
+        """Called from another thread when no further engine will be started."""
         self._emit: EventSink = lambda events: None
         self._closing, self._first = threading.Event(), loading or Loading()
         self._deaths = 0
@@ -345,7 +345,7 @@ class SupervisedEngine:
     def _died(self) -> None:
         """Called on the dead engine's reader thread, after its requests got their error events."""
         with self._change:  # the thread that has started it may not have told yet that there is an engine
-            self._on_change(False)
+            self.on_change(False)
         if time.monotonic() - self._started > STEADY:
             self._deaths = 0
         self._restarter = threading.Thread(target=self._restart, name="saccade-supervisor", daemon=True)
@@ -372,8 +372,8 @@ class SupervisedEngine:
                 self.restarts += 1
                 dead.close()
                 log.warning("the engine runs again, as process %d", engine.pid)
-                self._on_change(True)
+                self.on_change(True)
             return
         log.critical("the engine died %d times in a row; it is not started again", self._deaths)
         self.given_up = True
-        self._on_give_up()
+        self.on_give_up()

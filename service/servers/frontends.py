@@ -118,9 +118,8 @@ class Hub:
         self._stopping = threading.Event()
         self._draining = False
         self._threads: list[threading.Thread] = []
-        self.engine = SupervisedEngine(
-            options, on_change=self._engine_changed, on_give_up=self._engine_given_up, loading=loading
-        )
+        self.engine = SupervisedEngine(options, loading=loading)
+        self.engine.on_change, self.engine.on_give_up = self._engine_changed, self._engine_given_up
         self.engine.start(self._deliver)
 
     def start(self) -> None:

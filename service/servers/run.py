@@ -21,22 +21,13 @@ from service.servers.server import Server
 async def serve(options: ServerOptions) -> int:
     """Runs a server until SIGTERM or SIGINT. Prints the ready line once health is SERVING. Returns the exit code."""
     stopping = stop_signals()
-    servers: list[Server] = []
-
-    def on_change(alive: bool) -> None:
-        for server in servers:
-            server.engine_changed(alive)
-
-    def on_give_up() -> None:
-        for server in servers:
-            server.engine_given_up()
 
     def build(loading: Loading) -> tuple[SupervisedEngine, ModelAssets, ImagePool]:
         assets = load_assets(options)
         pool = make_image_pool(options, assets)
         try:
             pool.start()  # before the engine, so that both import torch at the same time
-            engine = SupervisedEngine(options, on_change=on_change, on_give_up=on_give_up, loading=loading)
+            engine = SupervisedEngine(options, loading=loading)
         except BaseException:
             pool.close()
             raise
@@ -51,7 +42,7 @@ async def serve(options: ServerOptions) -> int:
             server = Server(options, engine, assets, image_pool=pool)
             if http is not None:
                 server.private_socket, server.tell_log_level = http.socket_of(0), http.tell_log_level
-            servers.append(server)
+            engine.on_change, engine.on_give_up = server.engine_changed, server.engine_given_up
             ready = await started(server.start(), stopping)
         except BaseException:
             engine.close()

@@ -49,15 +49,10 @@ PLAIN = ("--dtype", "float32", "--threads", "1", "--log-level", "error", "--imag
 def supervised(model: Path, **options: Any) -> Iterator[RunningServer]:
     """A server whose engine is restarted when it dies, as with `saccade serve`."""
     values = {"dtype": "float32", "threads": 1, "max_seqs": 4, "max_len": 600, **options}
-    running: list[RunningServer] = []
-    engine = SupervisedEngine(
-        ServerOptions(model=str(model), **values),
-        on_change=lambda alive: running[0].server.engine_changed(alive),
-        on_give_up=lambda: running[0].server.engine_given_up(),
-    )  # fmt: skip
-    with RunningServer(str(model), engine=engine, **values) as server:
-        running.append(server)
-        yield server
+    engine = SupervisedEngine(ServerOptions(model=str(model), **values))
+    with RunningServer(str(model), engine=engine, **values) as running:
+        engine.on_change, engine.on_give_up = running.server.engine_changed, running.server.engine_given_up
+        yield running
 
 
 def test_streams_that_are_closed_at_any_point_free_everything(server: RunningServer, client: saccade.Client) -> None:

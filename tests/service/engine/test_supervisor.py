@@ -50,7 +50,8 @@ class Watched:
         Engine.outcomes, Engine.starts, Engine.made = [True, *outcomes], [], []
         self.told: list[object] = []
         self.change = threading.Condition()
-        self.engine = SupervisedEngine(EngineOptions(), on_change=self._tell, on_give_up=lambda: self._tell("given up"))
+        self.engine = SupervisedEngine(EngineOptions())
+        self.engine.on_change, self.engine.on_give_up = self._tell, lambda: self._tell("given up")
         self.engine.start(lambda events: None)
 
     def _tell(self, what: object) -> None:

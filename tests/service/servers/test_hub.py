@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,7 +26,7 @@ class Engine:
 
     info, given_up = None, False
 
-    def __init__(self, options: Any, *, on_change: Callable[[bool], None], on_give_up: Any, loading: Any) -> None:
+    def __init__(self, options: Any, *, loading: Any) -> None:
         self.submitted: list[str] = []
         self.aborted: list[str] = []
         self.closed = False
