@@ -141,10 +141,6 @@ class LocalService:
         """Whether the engine takes requests."""
         return not self._closed and self._frontend.engine.alive
 
-    def get_model(self) -> model_pb2.Model:
-        """The model's identity and limits."""
-        return self._model
-
     def stats(self, *, integrity: bool = False) -> dict[str, Any]:
         """The engine's counters. `integrity`: checks every pool first, and raises AssertionError with what is wrong."""
         return self._frontend.engine.query("integrity" if integrity else "stats").result()
