@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from service.common.option import LONGEST_TIME, ConfigError, check_addresses, is_local
-from service.common.tls import check_authority, check_pair, read_pem
+from service.encoding.credentials import client_credentials
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,12 +67,4 @@ def _credentials(options: argparse.Namespace) -> Any:
             if getattr(options, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')}: has no effect without TLS; set --ca")
         return None
-    check_authority(options.ca, "--ca")
-    pair: tuple[bytes, ...] = ()
-    if options.cert is not None or options.cert_key is not None:
-        if options.cert is None or options.cert_key is None:
-            missing = "--cert" if options.cert is None else "--cert-key"
-            raise ConfigError(f"{missing}: TLS needs both a certificate and its key, and this option is not set")
-        check_pair(options.cert, options.cert_key, "--cert, --cert-key")
-        pair = read_pem(options.cert_key, "--cert-key"), read_pem(options.cert, "--cert")
-    return grpc.ssl_channel_credentials(read_pem(options.ca, "--ca"), *pair)
+    return client_credentials(options.ca, options.cert, options.cert_key, ("--ca", "--cert", "--cert-key"))

@@ -34,10 +34,17 @@ def tls_files(options: ServerOptions | HttpFrontOptions) -> TlsFiles | None:
     key is missing."""
     if options.tls_cert is None and options.tls_key is None and options.tls_client_ca is None:
         return None
-    if options.tls_cert is None or options.tls_key is None:
-        missing = "tls_cert" if options.tls_cert is None else "tls_key"
+    return TlsFiles(
+        *certificate_and_key(options.tls_cert, options.tls_key, ("tls_cert", "tls_key")), options.tls_client_ca
+    )
+
+
+def certificate_and_key(certificate: str | None, key: str | None, names: tuple[str, str]) -> tuple[str, str]:
+    """The paths of a certificate and its key. Raises ConfigError with the option's name if one of them is missing."""
+    if certificate is None or key is None:
+        missing = names[0] if certificate is None else names[1]
         raise ConfigError(f"{missing}: TLS needs both a certificate and its key, but this option is not set")
-    return TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca)
+    return certificate, key
 
 
 def is_loopback(host: str, name: str) -> bool:

@@ -1,5 +1,5 @@
-"""The credentials with which this process authenticates itself to encoders on other hosts, and verifies them. Files are
-watched: renewed certificates are used from the next connection on."""
+"""The credentials with which this process authenticates itself to gRPC servers, such as encoders on other hosts, and
+verifies them. Those for encoders are read again when their files change."""
 
 from __future__ import annotations
 
@@ -9,8 +9,21 @@ from typing import Any
 import grpc
 
 from service.common.config import ConfigError, EngineOptions
-from service.common.tls import check_authority, check_pair, is_loopback, read_pem
+from service.common.tls import certificate_and_key, check_authority, check_pair, is_loopback, read_pem
 from service.common.watch import Watched
+
+
+def client_credentials(authority: str, certificate: str | None, key: str | None, names: tuple[str, str, str]) -> Any:
+    """`grpc.ChannelCredentials` of a client that trusts servers whose certificates `authority` has signed, and has a
+    certificate of its own unless `certificate` and `key` are both None. All are paths of PEM files; `names`: of their
+    options, for errors. Raises ConfigError."""
+    pair: list[bytes] = []
+    if certificate is not None or key is not None:
+        certificate, key = certificate_and_key(certificate, key, names[1:])
+        check_pair(certificate, key, ", ".join(names[1:]))
+        pair = [read_pem(key, names[2]), read_pem(certificate, names[1])]
+    check_authority(authority, names[0])
+    return grpc.ssl_channel_credentials(read_pem(authority, names[0]), *pair)
 
 
 def channel_credentials(options: EngineOptions) -> Callable[[], Any]:
@@ -23,21 +36,14 @@ def channel_credentials(options: EngineOptions) -> Callable[[], Any]:
         if options.encoder_api_key is not None:
             _check_loopback(options.encoders)
         return lambda: None
-    if (certificate is None) != (key is None):
-        missing = "encoder_cert" if certificate is None else "encoder_cert_key"
-        raise ConfigError(f"{missing}: TLS needs both a certificate and its key, and this option is not set")
 
     def read() -> Any:
-        pair: list[bytes | None] = [None, None]
-        if certificate is not None and key is not None:
-            check_pair(certificate, key, "encoder_cert, encoder_cert_key")
-            pair = [read_pem(key, "encoder_cert_key"), read_pem(certificate, "encoder_cert")]
-        check_authority(authority, "encoder_ca")
-        return grpc.ssl_channel_credentials(read_pem(authority, "encoder_ca"), *pair)
+        return client_credentials(authority, certificate, key, names)
 
+    names = "encoder_ca", "encoder_cert", "encoder_cert_key"
     read()  # its errors name the option of each file
     paths = [path for path in (authority, certificate, key) if path is not None]
-    return Watched("encoder_ca, encoder_cert, encoder_cert_key", paths, lambda _: read()).current
+    return Watched(", ".join(names), paths, lambda _: read()).current
 
 
 def _check_loopback(encoders: Sequence[str]) -> None:
