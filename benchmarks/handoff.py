@@ -245,7 +245,7 @@ class Bench:
 
     def encode(self, images: Sequence[PreparedItem]) -> None:
         """Encodes all images, with as many in progress as fit."""
-        leases = [self.handoff.lease(image.key, image.encoder_item, "bench") for image in images]
+        leases = [self.handoff.lease(image.key, image.encoder_item) for image in images]
         while not all(lease.ready for lease in leases):
             self._changed.clear()
             if not self.encoding.run_time_slice() and not all(lease.ready for lease in leases):

@@ -190,7 +190,7 @@ class _Session:
         deadline = time.monotonic() + item.seconds_left if item.HasField("seconds_left") else None
         try:
             image = item_from_proto(item, arriving.pixels)
-            lease = self._handoff.lease(item.key, image, str(id(self)), item.priority, deadline)
+            lease = self._handoff.lease(item.key, image, item.priority, deadline)
         except ValueError as error:
             self._fail(item.ticket, error, arriving.size)
         else:

@@ -109,13 +109,13 @@ class Lease:
     """One request's right to an image's rows, or to a run of them; an embedding source for the decoder."""
 
     def __init__(
-        self, give_back: Callable[[Lease], None], entry: Entry, owner: str, priority: int,
-        deadline: float | None, run: Run | None = None,
+        self, give_back: Callable[[Lease], None], entry: Entry, priority: int, deadline: float | None,
+        run: Run | None = None,
     ) -> None:  # fmt: skip
         """`give_back` is called by `release`. `run`: None for all rows, before their place in the prompt is known."""
         self._give_back = give_back
         self.entry = entry
-        self.owner, self.priority, self.deadline = owner, priority, deadline
+        self.priority, self.deadline = priority, deadline
         self.start, self._first, self._count = run or (0, 0, entry.tokens)
         """`start`: as in `Run`."""
         self.error: Exception | None = None

@@ -73,9 +73,7 @@ class Handoff:
         """The largest image that fits at all, in image tokens."""
         return self.capacity_bytes // self._held.row_bytes
 
-    def lease(
-        self, key: bytes, image: EncoderItem, owner: str, priority: int = 0, deadline: float | None = None
-    ) -> Lease:
+    def lease(self, key: bytes, image: EncoderItem, priority: int = 0, deadline: float | None = None) -> Lease:
         """Takes a lease on the image's rows: available at once if they are cached, shared if they are being encoded,
         otherwise queued for the encoder. `deadline`: by the clock of the constructor. Raises ValueError for an
         image larger than the whole capacity, and for a key whose rows have another number."""
@@ -95,7 +93,7 @@ class Handoff:
                 self.counters["hits" if entry.state is EntryState.READY else "joins"] += 1
                 self._held.cached.pop(key, None)
                 entry.image = entry.image or image
-            lease = Lease(self._release, entry, owner, priority, deadline)
+            lease = Lease(self._release, entry, priority, deadline)
             entry.leases.add(lease)
             if known is None:
                 self._held.add(entry)
@@ -218,7 +216,7 @@ class Handoff:
         """Replaces a lease by one for each of `runs`, which have all of its rows."""
         with self._lock:
             entry = lease.entry
-            parts = [Lease(self._release, entry, lease.owner, lease.priority, lease.deadline, run) for run in runs]
+            parts = [Lease(self._release, entry, lease.priority, lease.deadline, run) for run in runs]
             for part in parts:
                 part.error = lease.error and separate(lease.error)
             if lease in entry.leases:

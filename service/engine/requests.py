@@ -125,7 +125,7 @@ class Requests:
         for image in request.images:
             if self._handoff is None:
                 raise ValueError(f"{self._model} takes no images")
-            leases.append(self._handoff.lease(image.key, image.encoder_item, name, request.priority, deadline))
+            leases.append(self._handoff.lease(image.key, image.encoder_item, request.priority, deadline))
 
     def _give_up(self, request: EngineRequest, error: Exception) -> None:
         """Frees everything that the request holds and sends an error event to each sample that is still live."""

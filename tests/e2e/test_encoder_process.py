@@ -160,7 +160,7 @@ def test_shared_memory_that_is_full_is_one_images_error(
 
     def lease(number: int, columns: int) -> Any:
         image = EncoderItem((2, columns), torch.randn(2 * columns, vision.patch_dim))
-        return handoff.lease(bytes([number]), image, f"r{number}")
+        return handoff.lease(bytes([number]), image)
 
     def settle(*leases: Any) -> None:
         with changed:
@@ -180,7 +180,7 @@ def test_shared_memory_that_is_full_is_one_images_error(
     assert isinstance(beyond.error, ValueError) and str(1 << 18) in str(beyond.error)
     width = vision.patch_dim * (vision.video_temporal_patch_size or 0)
     clip = EncoderItem((2, 4), torch.randn(3 * 8, width), kind=VIDEO, num_sequences=3, num_frames=5, pruning_rate=0.5)
-    pruned = handoff.lease(b"clip", clip, "r6")
+    pruned = handoff.lease(b"clip", clip)
     settle(pruned)
     assert pruned.counts is not None and sum(pruned.counts) == clip.tokens and len(pruned.counts) == 3
     crowd = [lease(10 + number, large // 4 * 2) for number in range(30)]  # far more images than segments

@@ -235,9 +235,9 @@ class Pool:
         self.fatal: list[BaseException] = []
         self.encoders.start(self.fatal.append)
 
-    def lease(self, number: int, image: EncoderItem) -> Lease:
+    def lease(self, image: EncoderItem) -> Lease:
         key = hashlib.sha256(image.patches.numpy().tobytes()).digest()
-        return self.handoff.lease(key, image, f"r{number}")
+        return self.handoff.lease(key, image)
 
     def image(self, number: int) -> EncoderItem:
         generator = torch.Generator().manual_seed(number)
@@ -267,7 +267,7 @@ def test_a_corrupt_image_among_seven_good_ones(model: Path, near: RunningEncoder
     with Pool(model, near) as pool:
         images = [pool.image(i) for i in range(8)]
         images[3] = EncoderItem((2, 4), torch.zeros(8, pool.vision.patch_dim - 1))
-        leases = [pool.lease(i, image) for i, image in enumerate(images)]
+        leases = [pool.lease(image) for image in images]
         pool.settled(leases)
         assert [type(lease.error) for lease in leases] == [type(None)] * 3 + [ValueError] + [type(None)] * 4
         assert str(pool.vision.patch_dim) in str(leases[3].error)
@@ -285,7 +285,7 @@ def test_a_pruned_clip_brings_its_counts_back(model: Path, near: RunningEncoder)
         clip = EncoderItem(
             (4, 4), torch.randn(3 * 16, width), kind=VIDEO, num_sequences=3, num_frames=5, pruning_rate=0.5
         )
-        lease = pool.lease(1, clip)
+        lease = pool.lease(clip)
         pool.settled([lease])
         rows = torch.empty_like(lease.rows())
         (counts,) = near.thread.encoder.runner.encode([clip], [rows])
@@ -296,7 +296,7 @@ def test_a_pruned_clip_brings_its_counts_back(model: Path, near: RunningEncoder)
 
 def test_images_go_where_least_is_in_progress_and_stay_when_one_stops(model: Path, near: RunningEncoder) -> None:
     with RunningEncoder(str(model)) as other, Pool(model, near, other) as pool:
-        leases = [pool.lease(i, pool.image(i)) for i in range(60)]
+        leases = [pool.lease(pool.image(i)) for i in range(60)]
         # Both may have been given to `near`, or not have arrived yet.
         until(lambda: other.thread.encoder.stats()["images"] > 0)
         other.run(other.server.stop(grace=60))
@@ -324,7 +324,7 @@ def test_pixels_wait_for_the_window_and_rows_for_space(model: Path) -> None:
             EncoderItem((side, side), torch.randn(side * side, vision.patch_dim, generator=generator))
             for _ in range(60)
         ]
-        leases = [pool.lease(i, image) for i, image in enumerate(images)]
+        leases = [pool.lease(image) for image in images]
         for lease in leases:
             pool.settled([lease])
             assert lease.error is None
@@ -339,7 +339,7 @@ def test_an_item_above_the_window_is_refused_with_both_numbers(model: Path) -> N
         Pool(model, small, max_len=17) as pool,
     ):
         image = EncoderItem((40, 200), torch.zeros(8000, pool.vision.patch_dim))
-        lease = pool.lease(1, image)
+        lease = pool.lease(image)
         pool.settled([lease])
         assert isinstance(lease.error, ValueError)
         assert str(image.patches.numel() * 4) in str(lease.error) and str(1 << 20) in str(lease.error)
@@ -358,7 +358,7 @@ def test_an_encoder_must_take_the_largest_video(model: Path) -> None:
             width = pool.vision.patch_widths[VIDEO]
             video = EncoderItem((4, 4), torch.zeros(8 * 16, width), kind=VIDEO, num_sequences=8, num_frames=16)
             assert video.tokens == 32 and video.nbytes == int(found[1])
-            lease = pool.lease(1, video)
+            lease = pool.lease(video)
             pool.settled([lease])
             assert lease.error is None
             lease.release()
@@ -367,7 +367,7 @@ def test_an_encoder_must_take_the_largest_video(model: Path) -> None:
 def test_two_decoders_share_an_encoding(model: Path, near: RunningEncoder) -> None:
     before = near.thread.encoder.stats()["images"]
     with Pool(model, near) as one, Pool(model, near) as two:
-        leases = [pool.lease(77, pool.image(77)) for pool in (one, two)]
+        leases = [pool.lease(pool.image(77)) for pool in (one, two)]
         for pool, lease in zip((one, two), leases, strict=True):
             pool.settled([lease])
         assert torch.equal(leases[0].rows(), leases[1].rows())
@@ -379,11 +379,11 @@ def test_two_decoders_share_an_encoding(model: Path, near: RunningEncoder) -> No
 def test_a_decoder_too_many_is_told_and_waits(model: Path) -> None:
     with RunningEncoder(str(model), max_decoders=1) as single, Pool(model, single) as first:
         with Pool(model, single, encoder_lease=0.2) as second:
-            lease = second.lease(1, second.image(1))
+            lease = second.lease(second.image(1))
             second.settled([lease])
             assert isinstance(lease.error, EncoderUnavailable) and "max_inflight_bytes" in str(lease.error)
             lease.release()
-        lease = first.lease(1, first.image(1))
+        lease = first.lease(first.image(1))
         first.settled([lease])
         assert lease.ready
         lease.release()
@@ -464,7 +464,7 @@ def test_tls_and_keys(model: Path, tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match=message):
                 Pool(model, closed, **right, encoder_api_key=f"sk-{name}")
         with Pool(model, closed, **right, encoder_api_key=secret["encoder"]) as pool:
-            lease = pool.lease(1, pool.image(1))
+            lease = pool.lease(pool.image(1))
             pool.settled([lease])
             assert lease.ready
             lease.release()
@@ -517,7 +517,7 @@ def test_an_encoder_that_fails_does_not_wait_for_images_that_it_will_not_encode(
 
     with RunningEncoder(str(model), grace=3600.0) as broken, Pool(model, broken) as pool:
         monkeypatch.setattr(broken.thread.encoder, "run_time_slice", fail)
-        lease = pool.lease(1, pool.image(1))
+        lease = pool.lease(pool.image(1))
         until(lambda: broken.thread.failure is not None)
         broken.run(asyncio.wait_for(broken.server.stop(), 30))
         until(lambda: pool.handoff.stats()["retries"] == 1)
@@ -546,7 +546,7 @@ def test_sizes_are_added_once_if_a_second_signal_comes_while_they_are(
         if role == "encoder":
             running: Any = ends.enter_context(RunningEncoder(str(model), sizes_file=str(sizes)))
             with Pool(model, running) as pool:
-                lease = pool.lease(1, pool.image(1))
+                lease = pool.lease(pool.image(1))
                 pool.settled([lease])
                 lease.release()
         else:
@@ -565,7 +565,7 @@ def test_sizes_are_recorded_for_tune(model: Path, tmp_path: Path, capsys: pytest
     sizes = tmp_path / "sizes.json"
     for number in range(2):
         with RunningEncoder(str(model), sizes_file=str(sizes)) as recorded, Pool(model, recorded) as pool:
-            lease = pool.lease(number, pool.image(number))
+            lease = pool.lease(pool.image(number))
             pool.settled([lease])
             lease.release()
     assert sizes.read_text() == '{"image_tokens": {"2": 2}}\n'

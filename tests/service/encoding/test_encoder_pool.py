@@ -77,7 +77,7 @@ def make(*links: FakeLink, lease: float = FOREVER, step: int = 10) -> tuple[Enco
 
 
 def ask(handoff: Handoff, names: str, tokens: int = 10) -> list[Lease]:
-    return [handoff.lease(name.encode(), image(tokens), f"r-{name}") for name in names]
+    return [handoff.lease(name.encode(), image(tokens)) for name in names]
 
 
 def test_the_encoder_with_the_least_to_do_gets_the_next_image() -> None:
@@ -96,7 +96,7 @@ def test_so_much_is_in_progress_in_one_encoder_and_the_rest_waits_where_the_most
     leases = ask(handoff, "abcde")
     pool._give()
     assert link.in_progress == DEPTH * 10 and link.keys == [b"a", b"b"]
-    handoff.lease(b"z", image(10), "r", priority=9)
+    handoff.lease(b"z", image(10), priority=9)
     link.write()
     assert leases[0].ready and handoff.stats()["reserved"] == 4
     pool._give()
@@ -108,7 +108,7 @@ def test_so_much_is_in_progress_in_one_encoder_and_the_rest_waits_where_the_most
 def test_an_encoder_hears_how_long_somebody_waits(patience: float | None, left: float | None) -> None:
     link = FakeLink("one")
     pool, handoff = make(link)
-    handoff.lease(b"a", image(5), "r", deadline=None if patience is None else time.monotonic() + patience)
+    handoff.lease(b"a", image(5), deadline=None if patience is None else time.monotonic() + patience)
     pool._give()
     assert link.seconds == ([None] if left is None else [pytest.approx(left, abs=5)])
 
@@ -224,7 +224,7 @@ def test_a_last_attempt_waits_for_an_encoder_and_keeps_it() -> None:
         works, one.works = one.works, []
         pool.lost(one, works, "killed")
     ask(handoff, "bcdef")
-    handoff.lease(b"z", image(10), "r", priority=9)
+    handoff.lease(b"z", image(10), priority=9)
     pool._give()
     assert (one.keys, two.keys) == ([b"a"], [b"z", b"b"])
     one.write()

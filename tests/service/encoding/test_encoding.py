@@ -50,8 +50,8 @@ def test_a_corrupt_image_among_seven_good_ones_fails_alone(
     encoder = LocalEncoder(runner(), handoff)
     good = [random_image(TINY.config, 2, 4, seed=seed) for seed in range(7)]
     images = [*good[:3], corrupt, *good[3:]]
-    leases = [handoff.lease(bytes([i]), image, f"r{i}") for i, image in enumerate(images)]
-    others = handoff.lease(bytes([3]), corrupt, "r8")
+    leases = [handoff.lease(bytes([i]), image) for i, image in enumerate(images)]
+    others = handoff.lease(bytes([3]), corrupt)
     while encoder.run_time_slice():
         pass
     for lease in (leases.pop(3), others):
@@ -78,7 +78,7 @@ def test_a_clip_without_memory_for_its_rows_before_pruning_fails_alone(
     patches = torch.zeros(3 * 8, TINY.config.patch_widths[VIDEO])
     clip = EncoderItem((2, 4), patches, kind=VIDEO, num_sequences=3, num_frames=5, pruning_rate=0.5)
     image = random_image(TINY.config, 2, 4)
-    leases = [handoff.lease(b"clip", clip, "r"), handoff.lease(b"image", image, "r")]
+    leases = [handoff.lease(b"clip", clip), handoff.lease(b"image", image)]
     monkeypatch.setattr(torch, "empty", empty)
     while encoder.run_time_slice():
         pass
@@ -92,7 +92,7 @@ def test_a_clip_without_memory_for_its_rows_before_pruning_fails_alone(
 def test_a_time_slice_of_zero_is_one_layer(handoff: Handoff) -> None:
     encoder = LocalEncoder(runner(), handoff, time_slice=0.0)
     image = random_image(TINY.config, 8, 8)
-    lease = handoff.lease(b"a", image, "r")
+    lease = handoff.lease(b"a", image)
     slices = 0
     while encoder.run_time_slice():
         slices += 1
@@ -104,7 +104,7 @@ def test_a_time_slice_of_zero_is_one_layer(handoff: Handoff) -> None:
 def test_a_time_slice_continues_with_the_next_images_until_it_ends(handoff: Handoff) -> None:
     encoder = LocalEncoder(runner(), handoff, step_tokens=4, time_slice=3600.0)
     images = [random_image(TINY.config, 4, 4, seed=seed) for seed in range(3)]
-    leases = [handoff.lease(bytes([i]), image, "r") for i, image in enumerate(images)]
+    leases = [handoff.lease(bytes([i]), image) for i, image in enumerate(images)]
     assert encoder.run_time_slice() and all(lease.ready for lease in leases)
     assert not encoder.run_time_slice()
     assert encoder.runner.stats()["images"] == 3
@@ -119,7 +119,7 @@ def test_a_thread_of_its_own_works_until_it_is_closed(handoff: Handoff) -> None:
     failures: list[BaseException] = []
     encoder.start(failures.append)
     images = [random_image(TINY.config, 4, 4, seed=seed) for seed in range(5)]
-    leases = [handoff.lease(bytes([i]), image, "r") for i, image in enumerate(images)]
+    leases = [handoff.lease(bytes([i]), image) for i, image in enumerate(images)]
     assert not encoder.run_time_slice(), "its own thread does the work"
     while not all(lease.ready for lease in leases):
         assert not failures
@@ -146,7 +146,7 @@ def test_on_a_gpu_the_encoder_works_beside_the_decoder(graphs: str) -> None:
         handoff = Handoff(1000 * WIDTH * 4, WIDTH, torch.float32, "cuda")
         encoder = LocalEncoder(EncoderRunner(TINY.config, options, TINY.weights.items()), handoff)
         busy = torch.zeros(4, device="cuda")
-        leases = [handoff.lease(bytes([i]), image, "r") for i, image in enumerate(images)]
+        leases = [handoff.lease(bytes([i]), image) for i, image in enumerate(images)]
         busy += 1
         assert torch.cuda.current_stream().number == 0  # type: ignore[attr-defined]
         while encoder.run_time_slice():

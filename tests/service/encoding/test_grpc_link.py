@@ -249,9 +249,9 @@ def test_a_connection_that_ends_takes_with_it_what_was_in_progress() -> None:
 def test_an_encoder_is_told_the_highest_priority_of_those_who_wait_for_an_image() -> None:
     handoff = Handoff(1 << 20, 2, torch.float32)
     wanted = work_for(1).image
-    for number, priority in enumerate((-3, 7, 2)):
-        handoff.lease(b"a", wanted, f"request {number}", priority)
-    handoff.lease(b"b", wanted, "request 3", -5)
+    for priority in (-3, 7, 2):
+        handoff.lease(b"a", wanted, priority)
+    handoff.lease(b"b", wanted, -5)
     session, messages, _ = opened(1 << 20)
     for work in handoff.take():
         session.add(work, None)

@@ -34,7 +34,7 @@ def encode(handoff: Handoff, max_tokens: int | None = None) -> list[bytes]:
 
 def test_one_encoding_however_many_wait() -> None:
     handoff = Handoff(100 * ROW, HIDDEN, torch.float32)
-    leases = [handoff.lease(b"a", image(5), f"r{i}") for i in range(1000)]
+    leases = [handoff.lease(b"a", image(5)) for i in range(1000)]
     assert encode(handoff) == [b"a"]
     assert encode(handoff) == []
     assert all(lease.ready and lease.rows().shape == (5, HIDDEN) for lease in leases)
@@ -43,22 +43,22 @@ def test_one_encoding_however_many_wait() -> None:
         lease.release()
     handoff.check_integrity(idle=True)
     assert handoff.stats()["cached_bytes"] == 5 * ROW
-    assert handoff.lease(b"a", image(5), "late").ready
+    assert handoff.lease(b"a", image(5)).ready
     assert handoff.counters["hits"] == 1 and handoff.counters["misses"] == 1 and handoff.counters["joins"] == 999
 
 
 def test_an_image_above_the_bound_is_refused_with_both_numbers() -> None:
     handoff = Handoff(10 * ROW, HIDDEN, torch.float32)
     with pytest.raises(ValueError, match=r"11 tokens .*10 tokens"):
-        handoff.lease(b"a", image(11), "r")
+        handoff.lease(b"a", image(11))
     handoff.check_integrity(idle=True)
 
 
 def test_space_is_granted_in_order_and_small_ones_do_not_overtake() -> None:
     handoff = Handoff(10 * ROW, HIDDEN, torch.float32)
-    first = handoff.lease(b"a", image(6), "r1")
-    large = handoff.lease(b"b", image(8), "r2")
-    small = handoff.lease(b"c", image(1), "r3")
+    first = handoff.lease(b"a", image(6))
+    large = handoff.lease(b"b", image(8))
+    small = handoff.lease(b"c", image(1))
     assert encode(handoff) == [b"a"]
     assert not large.ready and not small.ready
     first.release()
@@ -71,7 +71,7 @@ def test_space_is_granted_in_order_and_small_ones_do_not_overtake() -> None:
 
 def test_a_lease_in_runs_has_its_rows_until_each_of_them_is_released() -> None:
     handoff = Handoff(10 * ROW, HIDDEN, torch.float32)
-    whole = handoff.lease(b"a", image(5), "r")
+    whole = handoff.lease(b"a", image(5))
     first, second = handoff.split(whole, [(3, 0, 2), (7, 2, 3)])
     (work,) = handoff.take()
     work.rows.copy_(torch.arange(5.0)[:, None].expand(5, HIDDEN))
@@ -88,7 +88,7 @@ def test_a_lease_in_runs_has_its_rows_until_each_of_them_is_released() -> None:
 
 def test_runs_of_an_image_that_fails_have_errors_of_their_own() -> None:
     handoff = Handoff(10 * ROW, HIDDEN, torch.float32)
-    parts = handoff.split(handoff.lease(b"a", image(5), "r"), [(0, 0, 2), (3, 2, 3)])
+    parts = handoff.split(handoff.lease(b"a", image(5)), [(0, 0, 2), (3, 2, 3)])
     handoff.fail(handoff.take()[0], ValueError("bad"))
     later = handoff.split(parts[0], [(0, 0, 1), (1, 1, 1)])
     found = [part.error for part in (*parts, *later)]
@@ -100,15 +100,15 @@ def test_runs_of_an_image_that_fails_have_errors_of_their_own() -> None:
 def test_least_recently_used_rows_go_first() -> None:
     handoff = Handoff(10 * ROW, HIDDEN, torch.float32)
     for key in (b"a", b"b"):
-        lease = handoff.lease(key, image(4), "r")
+        lease = handoff.lease(key, image(4))
         encode(handoff)
         lease.release()
-    handoff.lease(b"a", image(4), "r").release()
-    lease = handoff.lease(b"c", image(4), "r")
+    handoff.lease(b"a", image(4)).release()
+    lease = handoff.lease(b"c", image(4))
     encode(handoff)
     lease.release()
-    assert handoff.lease(b"a", image(4), "r").ready
-    assert not handoff.lease(b"b", image(4), "r").ready
+    assert handoff.lease(b"a", image(4)).ready
+    assert not handoff.lease(b"b", image(4)).ready
 
 
 def test_without_memory_cached_rows_go_and_then_requests_get_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,18 +130,18 @@ def test_without_memory_cached_rows_go_and_then_requests_get_an_error(monkeypatc
 
     monkeypatch.setattr(torch, "empty", empty)
     handoff = Handoff(100 * ROW, HIDDEN, torch.float32)
-    first = handoff.lease(b"a", image(6), "r1")
+    first = handoff.lease(b"a", image(6))
     encode(handoff)
     first.release()
-    kept = handoff.lease(b"b", image(6), "r2")
+    kept = handoff.lease(b"b", image(6))
     assert encode(handoff) == [b"b"] and kept.ready and handoff.stats()["evictions"] == 1
-    failed = handoff.lease(b"c", image(6), "r3")
+    failed = handoff.lease(b"c", image(6))
     assert isinstance(failed.error, EncoderUnavailable) and "6 tokens (96 bytes" in str(failed.error)
-    small = handoff.lease(b"d", image(4), "r4")
+    small = handoff.lease(b"d", image(4))
     assert encode(handoff) == [b"d"] and small.ready
     for lease in (kept, failed, small):
         lease.release()
-    again = handoff.lease(b"c", image(6), "r5")
+    again = handoff.lease(b"c", image(6))
     assert encode(handoff) == [b"c"] and again.ready
     again.release()
     handoff.check_integrity(idle=True)
@@ -149,8 +149,8 @@ def test_without_memory_cached_rows_go_and_then_requests_get_an_error(monkeypatc
 
 def test_a_failure_reaches_each_waiter_and_the_next_request_tries_again() -> None:
     handoff = Handoff(10 * ROW, HIDDEN, torch.float32)
-    leases = [handoff.lease(b"a", image(6), f"r{i}") for i in range(3)]
-    other = handoff.lease(b"b", image(6), "r3")
+    leases = [handoff.lease(b"a", image(6)) for i in range(3)]
+    other = handoff.lease(b"b", image(6))
     (work,) = handoff.take()
     handoff.fail(work, RuntimeError("broken"))
     assert all(str(lease.error) == "broken" and not lease.ready for lease in leases)
@@ -158,7 +158,7 @@ def test_a_failure_reaches_each_waiter_and_the_next_request_tries_again() -> Non
     assert encode(handoff) == [b"b"] and other.ready and other.error is None
     for lease in (*leases, other):
         lease.release()
-    again = handoff.lease(b"a", image(6), "r4")
+    again = handoff.lease(b"a", image(6))
     assert again.error is None
     assert encode(handoff) == [b"a"]
     again.release()
@@ -167,7 +167,7 @@ def test_a_failure_reaches_each_waiter_and_the_next_request_tries_again() -> Non
 
 def test_a_cancelled_waiter_leaves_the_others_alone_and_the_last_one_cancels_the_encoding() -> None:
     handoff = Handoff(10 * ROW, HIDDEN, torch.float32)
-    one, two = handoff.lease(b"a", image(6), "r1"), handoff.lease(b"a", image(6), "r2")
+    one, two = handoff.lease(b"a", image(6)), handoff.lease(b"a", image(6))
     one.release()
     assert handoff.stats()["reserved"] == 1
     two.release()
@@ -178,19 +178,19 @@ def test_a_cancelled_waiter_leaves_the_others_alone_and_the_last_one_cancels_the
 
 def test_cancelled_while_being_written_becomes_cached() -> None:
     handoff = Handoff(10 * ROW, HIDDEN, torch.float32)
-    lease = handoff.lease(b"a", image(6), "r1")
+    lease = handoff.lease(b"a", image(6))
     (work,) = handoff.take()
     lease.release()
     assert handoff.unwanted() == [work]
     handoff.publish([work])
     handoff.check_integrity(idle=True)
-    assert handoff.lease(b"a", image(6), "r2").ready
+    assert handoff.lease(b"a", image(6)).ready
 
 
 def test_the_encoder_takes_at_most_its_step_but_always_one() -> None:
     handoff = Handoff(100 * ROW, HIDDEN, torch.float32)
     for key in (b"a", b"b", b"c"):
-        handoff.lease(key, image(10), "r")
+        handoff.lease(key, image(10))
     assert encode(handoff, 5) == [b"a"]
     assert encode(handoff, 20) == [b"b", b"c"]
 
@@ -201,7 +201,7 @@ def test_two_requests_with_two_large_images_each_do_not_lock_each_other_out() ->
     handoff = Handoff(16_384 * ROW, HIDDEN, torch.float32)
     leases: dict[str, list[Lease]] = {}
     for owner, keys in (("r1", (b"a", b"b")), ("r2", (b"b", b"a"))):
-        leases[owner] = [handoff.lease(key, image(11_844), owner) for key in keys]
+        leases[owner] = [handoff.lease(key, image(11_844)) for key in keys]
     consumed: list[tuple[str, int]] = []
     for _ in range(20):
         encode(handoff)
@@ -221,21 +221,21 @@ def test_the_most_urgent_is_taken_first() -> None:
     """Deadlines and priorities are those of the requests that wait at present."""
     clock = Clock(0.0)
     handoff = Handoff(100 * ROW, HIDDEN, torch.float32, clock=clock)
-    handoff.lease(b"a", image(10), "r1")
-    hurried = handoff.lease(b"b", image(10), "r2", deadline=1.0)
-    handoff.lease(b"b", image(10), "r3")
-    handoff.lease(b"c", image(10), "r4", deadline=2.0)
+    handoff.lease(b"a", image(10))
+    hurried = handoff.lease(b"b", image(10), deadline=1.0)
+    handoff.lease(b"b", image(10))
+    handoff.lease(b"c", image(10), deadline=2.0)
     assert encode(handoff, 1) == [b"b"]
-    handoff.lease(b"d", image(10), "r5", deadline=0.5).release()
+    handoff.lease(b"d", image(10), deadline=0.5).release()
     hurried.release()
-    handoff.lease(b"e", image(10), "r6", priority=9)
+    handoff.lease(b"e", image(10), priority=9)
     assert [encode(handoff, 1) for _ in range(3)] == [[b"e"], [b"c"], [b"a"]]
 
 
 def test_the_space_of_a_writer_that_is_late_is_not_used_until_it_is_over() -> None:
     clock = Clock(0.0)
     handoff = Handoff(10 * ROW, HIDDEN, torch.float32, clock=clock)
-    lease = handoff.lease(b"a", image(6), "r1")
+    lease = handoff.lease(b"a", image(6))
     (late,) = handoff.take(lease=5.0)
     assert handoff.next_expiry() == 5.0 and handoff.expire() == []
     clock.now = 5.0
@@ -261,7 +261,7 @@ def test_what_is_taken_back_from_late_writers_goes_on_in_order_of_arrival() -> N
     handoff = Handoff(12 * ROW, HIDDEN, torch.float32, clock=clock)
     leases = []
     for clock.now, key in enumerate((b"a", b"b", b"c")):  # type: ignore[assignment]
-        leases.append(handoff.lease(key, image(6), "r"))
+        leases.append(handoff.lease(key, image(6)))
     late = handoff.take(lease=5.0)
     assert [work.key for work in late] == [b"a", b"b"]
     clock.now = 7.0
@@ -281,7 +281,7 @@ def test_only_a_lease_that_has_run_out_is_taken_back() -> None:
     clock = Clock(0.0)
     handoff = Handoff(20 * ROW, HIDDEN, torch.float32, clock=clock)
     for key, seconds in ((b"a", 2.0), (b"b", 5.0), (b"c", None)):
-        handoff.lease(key, image(3), "r")
+        handoff.lease(key, image(3))
         assert len(handoff.take(lease=seconds)) == 1
     assert handoff.next_expiry() == 2.0
     clock.now = 1.999
@@ -294,24 +294,24 @@ def test_only_a_lease_that_has_run_out_is_taken_back() -> None:
 def test_pixels_are_kept_while_they_may_be_needed_and_freed_once_the_rows_are_cached() -> None:
     handoff = Handoff(20 * ROW, HIDDEN, torch.float32)
 
-    def waiting(owner: str) -> tuple[Lease, weakref.ref[EncoderItem]]:
+    def waiting() -> tuple[Lease, weakref.ref[EncoderItem]]:
         pixels = image(6)
-        return handoff.lease(b"a", pixels, owner), weakref.ref(pixels)
+        return handoff.lease(b"a", pixels), weakref.ref(pixels)
 
-    lease, first = waiting("r1")
+    lease, first = waiting()
     encode(handoff)
     assert first() is not None, "somebody still holds the rows, which may be taken back and encoded again"
     lease.release()
     assert first() is None, "cached rows need no pixels"
-    lease, second = waiting("r2")
+    lease, second = waiting()
     assert lease.ready and second() is not None
     lease.release()
     assert second() is None
     handoff.flush()
-    lease, third = waiting("r3")
+    lease, third = waiting()
     lease.release()
     assert third() is None, "given up before it was encoded"
-    lease, fourth = waiting("r4")
+    lease, fourth = waiting()
     (work,) = handoff.take()
     handoff.fail(work, RuntimeError("broken"))
     del work
@@ -321,8 +321,8 @@ def test_pixels_are_kept_while_they_may_be_needed_and_freed_once_the_rows_are_ca
 def test_a_second_encoding_keeps_the_first_one_s_counts() -> None:
     """Prompts have been laid out by them: other counts would move rows."""
     handoff = Handoff(12 * ROW, HIDDEN, torch.float32)
-    clip, other = handoff.lease(b"a", image(6), "r1"), handoff.lease(b"b", image(6), "r2")
-    blocked = handoff.lease(b"c", image(6), "r1")
+    clip, other = handoff.lease(b"a", image(6)), handoff.lease(b"b", image(6))
+    blocked = handoff.lease(b"c", image(6))
     assert clip.counts is None
     for work in handoff.take():
         handoff.publish([work], [(2, 4)])
@@ -340,7 +340,7 @@ def test_a_second_encoding_keeps_the_first_one_s_counts() -> None:
 def test_another_encoder_gets_other_space_while_the_late_one_may_still_write() -> None:
     clock = Clock(0.0)
     handoff = Handoff(20 * ROW, HIDDEN, torch.float32, clock=clock)
-    lease = handoff.lease(b"a", image(6), "r1")
+    lease = handoff.lease(b"a", image(6))
     (late,) = handoff.take(lease=1.0)
     clock.now = 1.0
     handoff.expire()
@@ -357,7 +357,7 @@ def test_another_encoder_gets_other_space_while_the_late_one_may_still_write() -
 
 def test_a_writer_that_is_over_twice_is_a_bug() -> None:
     handoff = Handoff(20 * ROW, HIDDEN, torch.float32)
-    handoff.lease(b"a", image(6), "r1")
+    handoff.lease(b"a", image(6))
     (work,) = handoff.take()
     handoff.publish([work])
     with pytest.raises(AssertionError, match="not in progress"):
@@ -366,8 +366,8 @@ def test_a_writer_that_is_over_twice_is_a_bug() -> None:
 
 def test_writers_that_die_are_followed_by_others_but_not_for_ever() -> None:
     handoff = Handoff(20 * ROW, HIDDEN, torch.float32)
-    poison = handoff.lease(b"a", image(6), "r1")
-    other = handoff.lease(b"b", image(6), "r2")
+    poison = handoff.lease(b"a", image(6))
+    other = handoff.lease(b"b", image(6))
     for _ in range(MAX_ATTEMPTS):
         assert poison.error is None
         for work in handoff.take():
@@ -380,12 +380,12 @@ def test_writers_that_die_are_followed_by_others_but_not_for_ever() -> None:
     poison.release()
     other.release()
     handoff.check_integrity(idle=True)
-    assert handoff.lease(b"a", image(6), "r3").error is None
+    assert handoff.lease(b"a", image(6)).error is None
 
 
 def test_what_nobody_waits_for_is_not_tried_again() -> None:
     handoff = Handoff(20 * ROW, HIDDEN, torch.float32)
-    lease = handoff.lease(b"a", image(6), "r1")
+    lease = handoff.lease(b"a", image(6))
     (work,) = handoff.take()
     lease.release()
     handoff.retry(work, RuntimeError("gone"))
@@ -395,9 +395,9 @@ def test_what_nobody_waits_for_is_not_tried_again() -> None:
 
 def test_without_an_encoder_those_who_wait_are_told_and_what_is_there_stays() -> None:
     handoff = Handoff(20 * ROW, HIDDEN, torch.float32)
-    ready = handoff.lease(b"a", image(6), "r1")
+    ready = handoff.lease(b"a", image(6))
     encode(handoff)
-    reserved, waiting = handoff.lease(b"b", image(10), "r2"), handoff.lease(b"c", image(10), "r3")
+    reserved, waiting = handoff.lease(b"b", image(10)), handoff.lease(b"c", image(10))
     assert handoff.fail_reserved(EncoderUnavailable("none")) == 2
     assert all(isinstance(lease.error, EncoderUnavailable) for lease in (reserved, waiting))
     assert ready.ready and ready.error is None
@@ -417,14 +417,12 @@ class HandoffMachine(RuleBasedStateMachine):
         self.leases: list[tuple[int, Lease]] = []
         self.writing: list[Work] = []
         self.late: list[Work] = []
-        self.owner = 0
 
     @rule(key=st.integers(0, 7), priority=st.integers(0, 2), patience=st.one_of(st.none(), st.integers(0, 9)))
     def lease(self, key: int, priority: int, patience: int | None) -> None:
-        self.owner += 1
         deadline = None if patience is None else self.clock() + patience
         item = image(1 + key * 2)
-        self.leases.append((key, self.handoff.lease(bytes([key]), item, f"r{self.owner}", priority, deadline)))
+        self.leases.append((key, self.handoff.lease(bytes([key]), item, priority, deadline)))
 
     @precondition(lambda self: self.leases)
     @rule(which=st.integers(0, 100))

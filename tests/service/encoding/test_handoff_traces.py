@@ -20,10 +20,10 @@ class Cache:
     def __init__(self) -> None:
         self.handoff = Handoff(10 * ROW, HIDDEN, torch.float32)
 
-    def hold(self, key: bytes, owner: str) -> Lease:
+    def hold(self, key: bytes) -> Lease:
         """A lease, encoded at once if there is memory."""
         tokens = SIZES[key]
-        lease = self.handoff.lease(key, EncoderItem((2, 2 * tokens), torch.zeros(4 * tokens, 3)), owner)
+        lease = self.handoff.lease(key, EncoderItem((2, 2 * tokens), torch.zeros(4 * tokens, 3)))
         self.handoff.publish(self.handoff.take())
         return lease
 
@@ -43,13 +43,13 @@ class Cache:
 @pytest.fixture
 def full() -> tuple[Cache, list[Lease]]:
     cache = Cache()
-    return cache, [cache.hold(b"A", "r1"), cache.hold(b"B", "r1")]
+    return cache, [cache.hold(b"A"), cache.hold(b"B")]
 
 
 def test_pinned_rows_leave_no_room(full: tuple[Cache, list[Lease]]) -> None:
     cache, _ = full
     assert (cache.free_rows, cache.freeable_rows) == (1, 1)
-    late = cache.hold(b"C", "r2")
+    late = cache.hold(b"C")
     assert not late.ready and cache.free_rows == 1
     cache.handoff.check_integrity()
 
@@ -59,9 +59,9 @@ def test_a_hit_takes_its_rows_back_and_only_the_other_is_evicted(full: tuple[Cac
     for lease in leases:
         lease.release()
     assert (cache.free_rows, cache.freeable_rows) == (1, 10)
-    again = cache.hold(b"A", "r3")
+    again = cache.hold(b"A")
     assert again.ready and cache.freeable_rows == 6
-    late = cache.hold(b"C", "r4")
+    late = cache.hold(b"C")
     assert late.ready and again.ready
     assert cache.free_rows == 0 and cache.handoff.counters["evictions"] == 1, "B alone went"
     cache.handoff.check_integrity()
@@ -71,15 +71,15 @@ def test_the_oldest_go_first_until_it_fits(full: tuple[Cache, list[Lease]]) -> N
     cache, leases = full
     for lease in leases:
         lease.release()
-    assert cache.hold(b"C", "r3").ready
+    assert cache.hold(b"C").ready
     assert cache.free_rows == 4 and cache.handoff.counters["evictions"] == 2
     cache.handoff.check_integrity()
 
 
 def test_a_waiting_image_is_encoded_when_the_last_hold_ends(full: tuple[Cache, list[Lease]]) -> None:
     cache, leases = full
-    shared = cache.hold(b"A", "r2")
-    late = cache.hold(b"C", "r3")
+    shared = cache.hold(b"A")
+    late = cache.hold(b"C")
     leases[0].release()
     cache.pump()
     assert not late.ready, "r2 still holds A"
@@ -93,7 +93,7 @@ def test_a_waiting_image_is_encoded_when_the_last_hold_ends(full: tuple[Cache, l
 
 def test_one_image_twice_in_a_request_is_held_until_both_are_done() -> None:
     cache = Cache()
-    first, second = cache.hold(b"A", "r1"), cache.hold(b"A", "r1")
+    first, second = cache.hold(b"A"), cache.hold(b"A")
     first.release()
     assert second.ready and cache.freeable_rows == 6
     second.release()
