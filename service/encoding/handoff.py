@@ -38,14 +38,7 @@ import torch
 from encoder.item import EncoderItem
 from encoder.schedule import choose
 from kernels.streams import mark
-from service.encoding.entries import (
-    Entry,
-    EntryState,
-    Lease,
-    Run,
-    Work,
-    separate,
-)
+from service.encoding.entries import Entry, EntryState, Lease, Run, Work, separate
 from service.encoding.entry_table import EntryTable
 
 
@@ -57,11 +50,9 @@ class Handoff:
         *, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """`clock`: seconds, for arrivals, deadlines and the encoders' leases."""
-        self.capacity_bytes = capacity_bytes
         self._device = device
         self.dtype = dtype
         self._held = EntryTable(capacity_bytes, hidden, dtype, device)
-        self.counters = self._held.counters
         self.on_change: Callable[[], None] = lambda: None
         """Called, outside the lock, whenever an entry may have changed its state."""
         self._clock = clock
@@ -71,7 +62,7 @@ class Handoff:
     @property
     def max_tokens(self) -> int:
         """The largest image that fits at all, in image tokens."""
-        return self.capacity_bytes // self._held.row_bytes
+        return self._held.capacity_bytes // self._held.row_bytes
 
     def lease(self, key: bytes, image: EncoderItem, priority: int = 0, deadline: float | None = None) -> Lease:
         """Takes a lease on the image's rows: available at once if they are cached, shared if they are being encoded,
@@ -81,7 +72,7 @@ class Handoff:
             size = image.tokens * self._held.row_bytes
             raise ValueError(
                 f"the image takes {image.tokens} tokens ({size} bytes of embeddings), above "
-                f"the handoff bound of {self.max_tokens} tokens ({self.capacity_bytes} bytes)"
+                f"the handoff bound of {self.max_tokens} tokens ({self._held.capacity_bytes} bytes)"
             )
         with self._lock:
             entry = known = self._held.by_key.get(key)
@@ -90,7 +81,7 @@ class Handoff:
             elif entry.tokens != image.tokens:
                 raise ValueError(f"the image takes {image.tokens} tokens, but its key has {entry.tokens} already")
             else:
-                self.counters["hits" if entry.state is EntryState.READY else "joins"] += 1
+                self._held.counters["hits" if entry.state is EntryState.READY else "joins"] += 1
                 self._held.cached.pop(key, None)
                 entry.image = entry.image or image
             lease = Lease(self._release, entry, priority, deadline)
@@ -237,7 +228,7 @@ class Handoff:
             if not self._held.waiting or any(e.state in in_progress for e in self._held.by_key.values()):
                 return False
             wanted = self._held.waiting[0]
-            if wanted.tokens * self._held.row_bytes > self.capacity_bytes - self._held.quarantined_bytes():
+            if wanted.tokens * self._held.row_bytes > self._held.capacity_bytes - self._held.quarantined_bytes():
                 return False
             granted = self._held.revoke_for(wanted)
         self.on_change()

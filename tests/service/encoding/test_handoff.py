@@ -44,7 +44,7 @@ def test_one_encoding_however_many_wait() -> None:
     handoff.check_integrity(idle=True)
     assert handoff.stats()["cached_bytes"] == 5 * ROW
     assert handoff.lease(b"a", image(5)).ready
-    assert handoff.counters["hits"] == 1 and handoff.counters["misses"] == 1 and handoff.counters["joins"] == 999
+    assert handoff.stats()["hits"] == 1 and handoff.stats()["misses"] == 1 and handoff.stats()["joins"] == 999
 
 
 def test_an_image_above_the_bound_is_refused_with_both_numbers() -> None:
@@ -63,7 +63,7 @@ def test_space_is_granted_in_order_and_small_ones_do_not_overtake() -> None:
     assert not large.ready and not small.ready
     first.release()
     assert encode(handoff) == [b"b", b"c"]
-    assert handoff.counters["evictions"] == 1
+    assert handoff.stats()["evictions"] == 1
     large.release()
     small.release()
     handoff.check_integrity(idle=True)
@@ -245,7 +245,7 @@ def test_the_space_of_a_writer_that_is_late_is_not_used_until_it_is_over() -> No
     assert handoff.take() == [] and not handoff.unblock(), "no room for another copy"
     late.rows.fill_(7)
     handoff.publish([late])
-    assert not lease.ready and handoff.counters["late"] == 1
+    assert not lease.ready and handoff.stats()["late"] == 1
     (again,) = handoff.take(lease=5.0)
     again.rows.fill_(3)
     late.rows.fill_(8)
@@ -376,7 +376,7 @@ def test_writers_that_die_are_followed_by_others_but_not_for_ever() -> None:
             else:
                 handoff.publish([work])
     assert "3 attempts" in str(poison.error) and "gone" in str(poison.error)
-    assert other.ready and handoff.counters["retries"] == MAX_ATTEMPTS - 1
+    assert other.ready and handoff.stats()["retries"] == MAX_ATTEMPTS - 1
     poison.release()
     other.release()
     handoff.check_integrity(idle=True)
@@ -390,7 +390,7 @@ def test_what_nobody_waits_for_is_not_tried_again() -> None:
     lease.release()
     handoff.retry(work, RuntimeError("gone"))
     handoff.check_integrity(idle=True)
-    assert handoff.stats()["used_bytes"] == 0 and handoff.counters["failures"] == 0
+    assert handoff.stats()["used_bytes"] == 0 and handoff.stats()["failures"] == 0
 
 
 def test_without_an_encoder_those_who_wait_are_told_and_what_is_there_stays() -> None:

@@ -63,7 +63,7 @@ def test_a_hit_takes_its_rows_back_and_only_the_other_is_evicted(full: tuple[Cac
     assert again.ready and cache.freeable_rows == 6
     late = cache.hold(b"C")
     assert late.ready and again.ready
-    assert cache.free_rows == 0 and cache.handoff.counters["evictions"] == 1, "B alone went"
+    assert cache.free_rows == 0 and cache.handoff.stats()["evictions"] == 1, "B alone went"
     cache.handoff.check_integrity()
 
 
@@ -72,7 +72,7 @@ def test_the_oldest_go_first_until_it_fits(full: tuple[Cache, list[Lease]]) -> N
     for lease in leases:
         lease.release()
     assert cache.hold(b"C").ready
-    assert cache.free_rows == 4 and cache.handoff.counters["evictions"] == 2
+    assert cache.free_rows == 4 and cache.handoff.stats()["evictions"] == 2
     cache.handoff.check_integrity()
 
 
