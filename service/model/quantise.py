@@ -29,7 +29,7 @@ from service.model.checkpoint import Checkpoint
 from service.model.formats import compressed
 from service.model.modelconfig import WEIGHTS_FORMAT, WEIGHTS_KEY
 from service.model.weight_sources import EMBEDDINGS, HEAD
-from service.model.written_folder import Shards, new_folder
+from service.model.written_folder import Shards, new_folder, own_format
 
 REPORT = "quantization_report.json"
 FORMATS = ("saccade", "compressed-tensors")
@@ -126,10 +126,7 @@ def _own(name: str, tensor: Tensor, kind: str, written: Written) -> Iterator[tup
         raise ConfigError(f"{name} has {tensor.shape[-1]} inputs; {kind} needs an even number, int8 would work")
     packed = quantise(tensor, kind)
     written.errors[name] = _error(tensor, packed.dequantise())
-    yield f"{name}.values", packed.values
-    yield f"{name}.scale", packed.scale
-    if packed.outer is not None:
-        yield f"{name}.outer", packed.outer
+    yield from own_format(name, packed).items()
 
 
 def _published(name: str, tensor: Tensor, kind: str, written: Written) -> Iterator[tuple[str, Tensor]]:

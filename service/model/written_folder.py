@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kernels.linear import Quantised
 from service.common.config import ConfigError
 
 SHARD_BYTES = 2 * 2**30
@@ -40,6 +41,12 @@ def new_folder(out: Path) -> Iterator[Path]:
         if isinstance(error, OSError | SafetensorError):  # a full disk, for example
             raise ConfigError(f"OUT: {out} cannot be written: {error}") from error
         raise
+
+
+def own_format(name: str, weight: Quantised) -> dict[str, Tensor]:
+    """The tensors of a weight in this server's own format, by their names in the files."""
+    parts = {f"{name}.values": weight.values, f"{name}.scale": weight.scale}
+    return parts if weight.outer is None else {**parts, f"{name}.outer": weight.outer}
 
 
 class Shards:

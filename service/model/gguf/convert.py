@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from service.model.gguf.tensors import EXACT, PACKED, PACKED_FORM, narrowed, pac
 from service.model.gguf.vocabulary import tokenizer_files, tokens_of
 from service.model.modelconfig import WEIGHTS_FORMAT, WEIGHTS_KEY, ModelConfig, load_config
 from service.model.weight_sources import expected_weights, find_sources, misfits
-from service.model.written_folder import Shards, new_folder
+from service.model.written_folder import Shards, new_folder, own_format
 
 REPORT = "conversion_report.json"
 TOWER = "clip"
@@ -41,8 +42,6 @@ class Kind:
     """Bytes."""
     error: float = 0.0
     """The largest error of a weight by rounding, root mean square, relative to its numbers."""
-    worst: str = ""
-    """The weight with that error."""
 
 
 @dataclass
@@ -64,10 +63,9 @@ class Converted:
     def count(self, stored: str, form: str, before: int, after: int, name: str, error: float) -> None:
         kind = self.kinds.setdefault((stored, form), Kind())
         kind.tensors, kind.before, kind.after = kind.tensors + 1, kind.before + before, kind.after + after
+        kind.error = max(kind.error, error)
         if error:
             self.errors[name] = error
-        if error > kind.error:
-            kind.error, kind.worst = error, name
 
 
 def convert(file: Path, tower: Path | None, out: Path, dtype: torch.dtype = torch.bfloat16) -> Converted:
@@ -171,41 +169,48 @@ def _write(
     folder: Path, content: dict[str, Any], tensors: Any, made: list[Made], config: ModelConfig, converted: Converted,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    shards, sizes, any_packed = Shards(folder), dict[str, int](), False
-    targets, linear = config.weight_targets(), config.decoder.linear_weights().keys()
+    """Writes the weights, and `content`, that of config.json, with the form that they have."""
+    shards, targets, linear = Shards(folder), config.weight_targets(), config.decoder.linear_weights().keys()
     for weight in made:
         parts = [tensors[name] for name in weight.sources]
-        types = {part.type for part in parts}
-        before, form, error = sum(part.nbytes for part in parts), "", 0.0
-        if types == {PACKED} and weight.packable and _takes_packed(targets(weight.name), linear):
-            found = _made(weight, [packed(part) for part in parts])
-            form, any_packed = PACKED_FORM, True
-        elif types <= set(EXACT):
-            numbers = [plain(part) for part in parts]
-            if weight.inverse is not None:
-                numbers = [undone(number, weight.inverse) for number in numbers]
-            found = _made(weight, numbers)
-            assert isinstance(found, Tensor)
-            found = narrowed(found)
-        else:
-            pairs = [_numbers(part, dtype) for part in parts]
-            if weight.inverse is not None:
-                raise CheckpointError(
-                    f"{parts[0].name} is quantised ({parts[0].type.name}), which no server computes with"
-                )
-            found, error = _made(weight, [numbers for numbers, _ in pairs]), max(error for _, error in pairs)
-        stored = _parts(weight.name, found)
+        packable = weight.packable and _takes_packed(targets(weight.name), linear)
+        found, error = _converted(weight, parts, dtype, packable=packable)
+        stored = {weight.name: found} if isinstance(found, Tensor) else own_format(weight.name, found)
         shards.add(stored)
-        after = sum(tensor.nbytes for tensor in stored.values())
-        if isinstance(found, Tensor):
-            form = str(found.dtype).removeprefix("torch.")
-            sizes[form] = sizes.get(form, 0) + after
-        converted.count("+".join(sorted(kind.name for kind in types)), form, before, after, weight.name, error)
+        converted.count(
+            "+".join(sorted({part.type.name for part in parts})),
+            str(found.dtype).removeprefix("torch.") if isinstance(found, Tensor) else PACKED_FORM,
+            sum(part.nbytes for part in parts), sum(tensor.nbytes for tensor in stored.values()), weight.name, error,
+        )  # fmt: skip
     shards.close()
-    content["dtype"] = max(sizes, key=sizes.__getitem__) if sizes else "bfloat16"
-    if any_packed:
+    sizes = Counter[str]()
+    for (_, form), kind in converted.kinds.items():
+        sizes[form] += kind.after
+    if sizes.pop(PACKED_FORM, None) is not None:
         content[WEIGHTS_KEY] = {"format": WEIGHTS_FORMAT, "kind": PACKED_FORM}
+    content["dtype"] = max(sizes, key=sizes.__getitem__, default="bfloat16")
     (folder / "config.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _converted(
+    weight: Made, parts: list[Any], dtype: torch.dtype, *, packable: bool
+) -> tuple[Tensor | Quantised, float]:
+    """A weight made of its tensors, and its error by rounding to `dtype`. `packable`: whether it may keep their
+    quantised form. Raises CheckpointError."""
+    types = {part.type for part in parts}
+    if packable and types == {PACKED}:
+        return _made(weight, [packed(part) for part in parts]), 0.0
+    if types <= set(EXACT):
+        numbers = [plain(part) for part in parts]
+        if weight.inverse is not None:
+            numbers = [undone(number, weight.inverse) for number in numbers]
+        exact = _made(weight, numbers)
+        assert isinstance(exact, Tensor)
+        return narrowed(exact), 0.0
+    if weight.inverse is not None:
+        raise CheckpointError(f"{parts[0].name} is quantised ({parts[0].type.name}), which no server computes with")
+    pairs = [_numbers(part, dtype) for part in parts]
+    return _made(weight, [numbers for numbers, _ in pairs]), max(error for _, error in pairs)
 
 
 def _numbers(part: Any, dtype: torch.dtype) -> tuple[Tensor, float]:
@@ -226,12 +231,6 @@ def _takes_packed(targets: list[Target], linear: Collection[str]) -> bool:
     return bool(targets) and all(
         target.name in linear and not target.offset and target.factor == 1.0 for target in targets
     )
-
-
-def _parts(name: str, weight: Tensor | Quantised) -> dict[str, Tensor]:
-    if isinstance(weight, Quantised):
-        return {f"{name}.values": weight.values, f"{name}.scale": weight.scale}
-    return {name: weight}
 
 
 def _finish(folder: Path, source: GgufFile, images: GgufFile | None, converted: Converted) -> None:
