@@ -41,9 +41,8 @@ class HubLink(EngineLink):
         self._engine_alive = True
         self.on_change: Callable[[bool], None] = lambda alive: None
         self.on_give_up: Callable[[], None] = lambda: None
-        self.on_drain: Callable[[], None] = lambda: None
-        self.on_beat: Callable[[], None] = lambda: None
-        self.on_cancel: Callable[[int, bytes, str], None] = lambda number, salt, request_id: None
+        self.on_request: Callable[[Any], object] = lambda message: None
+        """Called with what the hub itself asks: ("drain",), ("beat", log level) and ("cancel", ...)."""
 
     @property
     def alive(self) -> bool:
@@ -56,13 +55,8 @@ class HubLink(EngineLink):
                 self.on_change(alive)
             case ("given up",):
                 self.on_give_up()
-            case ("drain",):
-                self.on_drain()
-            case ("cancel", number, salt, request_id):
-                self.on_cancel(number, salt, request_id)
-            case ("beat", level):
-                logging.getLogger().setLevel(level)
-                self.on_beat()
+            case ("drain" | "beat" | "cancel", *_):
+                self.on_request(message)
             case _:
                 super()._other(message)
 
@@ -70,10 +64,6 @@ class HubLink(EngineLink):
         """Cancels a request of another frontend. Returns whether there was one with this id."""
         answer = await asyncio.wrap_future(self._ask("cancel", salt, request_id))
         return bool(answer["found"])
-
-    def drain_all(self) -> None:
-        """Drains all frontends, this one included."""
-        self._outbox.put(("drain",))
 
     def tell(self, message: Any) -> None:
         self._outbox.put(message)
@@ -99,24 +89,23 @@ class FrontendServer(Server):
         self.calls.elsewhere = link.cancel_elsewhere
         link.on_change, link.on_give_up = self.engine_changed, self.engine_given_up
         loop = asyncio.get_running_loop()
-
-        def drain() -> None:
-            loop.call_soon_threadsafe(self.drain)
-
-        def beat() -> None:
-            loop.call_soon_threadsafe(link.tell, ("beat",))
-
-        def cancel(number: int, salt: bytes, request_id: str) -> None:
-            loop.call_soon_threadsafe(answer_cancel, number, salt, request_id)
-
-        def answer_cancel(number: int, salt: bytes, request_id: str) -> None:
-            link.tell(("cancelled", number, self.frontend.cancel(request_id, salt=salt)))
-
-        link.on_drain, link.on_beat, link.on_cancel = drain, beat, cancel
+        # On the event loop, whose answer to a heartbeat shows that it runs.
+        link.on_request = lambda message: loop.call_soon_threadsafe(self._handle, message)
         self.tell_log_level = lambda: link.tell(("log level", log_level()))
 
+    def _handle(self, message: Any) -> None:
+        match message:
+            case ("drain",):
+                self.drain()
+            case ("beat", level):
+                logging.getLogger().setLevel(level)
+                self._link.tell(("beat",))
+            case ("cancel", number, salt, request_id):
+                self._link.tell(("cancelled", number, self.frontend.cancel(request_id, salt=salt)))
+
     def _drain_asked(self) -> None:
-        self._link.drain_all()
+        """Drains all frontends, this one included."""
+        self._link.tell(("drain",))
 
 
 async def serve(
