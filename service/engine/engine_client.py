@@ -24,7 +24,7 @@ from service.common.config import EngineOptions
 from service.common.errors import EngineDied
 from service.common.helper_process import BEAT_SECONDS, POLLS, HelperFailed, log_level, start_helper, until_ready
 from service.engine import wire
-from service.engine.types import EngineEvent, EngineInfo, EngineRequest, EventSink, Query
+from service.engine.types import EngineInfo, EngineRequest, EventSink, Query, error_events
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +66,7 @@ class EngineLink:
             bare, descriptors = request.packed()
         except OSError as error:
             message = f"no shared memory for the request's images: {error.strerror}"
-            names = request.names
-            self._emit([EngineEvent(name, finish_reason="error", error="full", message=message) for name in names])
+            self._emit(error_events(request.names, "full", message))
             return
         self.submit_packed(bare, descriptors)
 
@@ -152,9 +151,7 @@ class EngineLink:
             lost = [r for r in request_ids if r in self._live]
             self._live.difference_update(lost)
         if lost:
-            self._emit(
-                [EngineEvent(r, finish_reason="error", error="died", message="the engine stopped") for r in lost]
-            )
+            self._emit(error_events(lost, "died", "the engine stopped"))
 
     def _fail_queries(self) -> None:
         with self._state_lock:

@@ -27,7 +27,7 @@ from families import VisionSpec
 from service.encoding.entries import EncoderUnavailable, Lease, Run
 from service.encoding.handoff import Handoff
 from service.engine.constraining import Constraining
-from service.engine.types import ConstraintFailed, EngineEvent, EngineRequest, ErrorKind, EventSink
+from service.engine.types import ConstraintFailed, EngineEvent, EngineRequest, ErrorKind, EventSink, error_events
 from service.media.prepared import PreparedItem
 
 
@@ -145,14 +145,13 @@ class Requests:
         """Answers embedding requests whose rows are ready."""
         for request_id, lease in list(self._embedded.items()):
             if lease.error is not None:
-                kind = _kind(lease.error)
-                event = EngineEvent(request_id, finish_reason="error", error=kind, message=str(lease.error))
+                events = error_events([request_id], _kind(lease.error), str(lease.error))
             elif lease.ready:
-                event = EngineEvent(request_id, finish_reason="length", embedded=(_bytes(lease.rows()),))
+                events = [EngineEvent(request_id, finish_reason="length", embedded=(_bytes(lease.rows()),))]
             else:
                 continue
             self._forget(request_id)
-            self._emit([event])
+            self._emit(events)
 
     def _settle(self) -> None:
         """Submits requests whose pruned clips have been encoded and whose constraints are ready."""
@@ -211,8 +210,7 @@ class Requests:
 
     def refuse(self, names: Iterable[str], kind: ErrorKind, message: str, field: str = "") -> None:
         """Sends each of the samples an error event."""
-        events = [EngineEvent(name, finish_reason="error", error=kind, message=message, field=field) for name in names]
-        self._emit(events)
+        self._emit(error_events(names, kind, message, field))
 
     def abort(self, request_id: str) -> None:
         """Frees everything that the request holds, without an event."""

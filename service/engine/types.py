@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
@@ -109,6 +109,11 @@ class EngineEvent(NamedTuple):
         if self.token_id is None or self.finish_reason or self.error:
             return False
         return self.logprob is None and not self.embedded and not self.prompt_scores
+
+
+def error_events(names: Iterable[str], kind: ErrorKind, message: str, field: str = "") -> list[EngineEvent]:
+    """The events of samples that an error has ended."""
+    return [EngineEvent(name, finish_reason="error", error=kind, message=message, field=field) for name in names]
 
 
 @dataclass(frozen=True)
