@@ -166,10 +166,12 @@ class _ForkServer:
             AvifImagePlugin.DEFAULT_MAX_THREADS = 1
         self._patcher: Patcher | None = None
         if command["vision"] is not None:
-            with torch_imports():
-                from service.media.patches import Patcher, use_one_thread  # here because it imports torch
+            with torch_imports():  # here, because a model without images needs no torch
+                import torch
 
-            use_one_thread()
+                from service.media.patches import Patcher
+
+            torch.set_num_threads(1)  # other workers run beside
             # Pickled by the server, which is trusted. These are the rules with which it counts tokens of prompts, even
             # if the checkpoint's files have changed since.
             vision = pickle.loads(base64.b64decode(command["vision"]))

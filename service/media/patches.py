@@ -101,8 +101,3 @@ def _timed(frames: Iterator[torch.Tensor], watch: Stopwatch) -> Iterator[torch.T
             return
         watch.frames += 1
         yield frame
-
-
-def use_one_thread() -> None:
-    """Limits torch to one thread, for a process that runs beside other workers."""
-    torch.set_num_threads(1)
