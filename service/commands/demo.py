@@ -9,13 +9,12 @@ import sys
 import time
 import webbrowser
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import saccade
 from service.commands.server_process import ServerProcess
+from service.common.helper_process import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 # --host is given because the container image sets SACCADE_HOST to 0.0.0.0.
 ARGUMENTS = ("demo", "--host", "127.0.0.1", "--log-level", "warning")
 

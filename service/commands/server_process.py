@@ -6,11 +6,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from service.common.config import ConfigError
+from service.common.helper_process import python_path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 EXIT_SECONDS = 120.0
 """Seconds that a server that could not start has to end."""
 
@@ -20,10 +19,9 @@ class ServerProcess:
 
     def __init__(self, arguments: Sequence[str] = (), *, port: int = 0) -> None:
         """Returns when the server is ready. Raises ConfigError if it ends before."""
-        path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "service", "serve", *arguments, "--port", str(port)],
-            stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": python_path()},
         )  # fmt: skip
         self.address = self._line_after("saccade ready on ", "the server")
         self.http_url = ""

@@ -42,6 +42,10 @@ STOP_HELPER = signal.SIGUSR1
 """Stops a helper that lets its running calls end."""
 
 
+ROOT = Path(__file__).resolve().parent.parent.parent
+"""The folder of the packages of this program."""
+
+
 class HelperFailed(RuntimeError):
     """A helper has ended, or was killed, before it was ready."""
 
@@ -60,18 +64,21 @@ def ignore_stop_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def python_path() -> str:
+    """PYTHONPATH for another process of this program, which imports the same packages whatever its working folder."""
+    return os.pathsep.join(path for path in (str(ROOT), os.environ.get("PYTHONPATH", "")) if path)
+
+
 def start_helper(module: str, descriptors: Sequence[int] = ()) -> tuple[subprocess.Popen[bytes], Connection]:
     """Starts `python -m module FD`, which also inherits `descriptors`; returns the process and this side of the socket
     pair."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        root = str(Path(__file__).resolve().parent.parent.parent)
-        path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(theirs.fileno())],
             pass_fds=[theirs.fileno(), *descriptors],
             stdin=subprocess.DEVNULL,
-            env={**SPINNING, **os.environ, "PYTHONPATH": path},
+            env={**SPINNING, **os.environ, "PYTHONPATH": python_path()},
         )
     finally:
         theirs.close()

@@ -13,9 +13,9 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from service.common.helper_process import python_path
 from service.media.images import LENGTH, framed
 from service.media.prepared import MemoryFile
 
@@ -104,14 +104,12 @@ class ForkServer:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.settimeout(START_SECONDS)
         with theirs:
-            root = str(Path(__file__).resolve().parent.parent.parent)
-            path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "service.media.image_worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**_environment(), "PYTHONPATH": path},
+                env={**_environment(), "PYTHONPATH": python_path()},
             )
         self._connection.sendall(framed(self._greeting))
 
