@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -268,6 +269,15 @@ class GrpcLink:
         self._counts[name] += amount
 
 
+@dataclass
+class _Expected:
+    """An image whose rows have not all arrived."""
+
+    work: Work
+    written: int = 0
+    """Bytes of its rows that have arrived."""
+
+
 class _Session:
     """The images in progress on one connection. Thread-safe."""
 
@@ -278,8 +288,8 @@ class _Session:
         self._sending_ended = False
         self._window = 0
         self._reported = (0, 0.0)
-        self._works: dict[int, Work] = {}
-        self._written: dict[int, int] = {}
+        self._expected: dict[int, _Expected] = {}
+        """By ticket, also those that have not been sent."""
         self._unsent: deque[tuple[Work, float | None]] = deque()
         self._cancels: deque[int] = deque()
 
@@ -287,7 +297,7 @@ class _Session:
     def in_progress(self) -> int:
         """Image tokens in progress."""
         with self._changed:
-            return sum(work.image.tokens for work in self._works.values())
+            return sum(expected.work.image.tokens for expected in self._expected.values())
 
     @property
     def elsewhere(self) -> int:
@@ -304,17 +314,15 @@ class _Session:
         with self._changed:
             if not self.open:
                 return False
-            self._works[work.ticket] = work
-            self._written[work.ticket] = 0
+            self._expected[work.ticket] = _Expected(work)
             self._unsent.append((work, seconds_left))
             self._changed.notify_all()
             return True
 
     def revoke(self, work: Work) -> bool:
         with self._changed:
-            if self._works.pop(work.ticket, None) is None:
+            if self._expected.pop(work.ticket, None) is None:
                 return False
-            del self._written[work.ticket]
             unsent = [entry for entry in self._unsent if entry[0] is not work]
             if len(unsent) == len(self._unsent):
                 self._cancels.append(work.ticket)
@@ -326,33 +334,30 @@ class _Session:
         """Writes received rows, holding the lock, so that revoked images are not written. Raises ValueError for more
         bytes than rows."""
         with self._changed:
-            if (work := self._works.get(ticket)) is not None:
-                self._written[ticket] = write_bytes(work.rows, self._written[ticket], data)
+            if (expected := self._expected.get(ticket)) is not None:
+                expected.written = write_bytes(expected.work.rows, expected.written, data)
 
     def finish(self, ticket: int, counts: Sequence[int]) -> Work | None:
         """Ends an image; None if it has been revoked. Raises ValueError if rows are missing, or if `counts`, the rows
         of each of its sequences, do not add up to all its rows: prompts are laid out by them."""
         with self._changed:
-            work = self._works.get(ticket)
-            if work is None:
+            if (expected := self._expected.get(ticket)) is None:
                 return None
-            written, size = self._written[ticket], work.rows.numel() * work.rows.itemsize
-            if written != size:
-                raise ValueError(f"the encoder sent {written} of the {size} bytes of ticket {ticket}")
+            work, size = expected.work, expected.work.rows.numel() * expected.work.rows.itemsize
+            if expected.written != size:
+                raise ValueError(f"the encoder sent {expected.written} of the {size} bytes of ticket {ticket}")
             if (len(counts), sum(counts)) != (work.image.num_sequences, work.image.tokens):
                 raise ValueError(
                     f"the encoder counts {sum(counts)} rows of {len(counts)} sequences in ticket {ticket}, which has "
                     f"{work.image.tokens} of {work.image.num_sequences}"
                 )
-            return self._remove(ticket)
+            del self._expected[ticket]
+            return work
 
     def drop(self, ticket: int) -> Work | None:
         with self._changed:
-            return self._remove(ticket) if ticket in self._works else None
-
-    def _remove(self, ticket: int) -> Work:
-        del self._written[ticket]
-        return self._works.pop(ticket)
+            expected = self._expected.pop(ticket, None)
+            return None if expected is None else expected.work
 
     def credit(self, size: int, elsewhere: int) -> None:
         with self._changed:
@@ -368,7 +373,7 @@ class _Session:
             unsent = [work for work, _ in self._unsent]
             self._unsent.clear()
             for work in unsent:
-                self._remove(work.ticket)
+                del self._expected[work.ticket]
             self._sending_ended = True
             self._changed.notify_all()
             return unsent
@@ -383,9 +388,8 @@ class _Session:
         """Ends the session and returns the images in progress, none of which is written after this."""
         self.shut()
         with self._changed:
-            lost = list(self._works.values())
-            self._works.clear()
-            self._written.clear()
+            lost = [expected.work for expected in self._expected.values()]
+            self._expected.clear()
             return lost
 
     def messages(self) -> Iterator[encoder_pb2.AttachRequest]:
@@ -418,7 +422,7 @@ class _Session:
             item.seconds_left = max(seconds_left, 0.0)
         yield encoder_pb2.AttachRequest(item=item)
         for data in pieces(bytes_of(work.image.patches)):
-            if work.ticket not in self._works:  # revoked: its cancellation is sent next
+            if work.ticket not in self._expected:  # revoked: its cancellation is sent next
                 return
             self._count("sent_pixel_bytes_total", len(data))
             yield encoder_pb2.AttachRequest(pixels=encoder_pb2.Piece(ticket=work.ticket, data=data))
