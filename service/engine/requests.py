@@ -11,7 +11,7 @@ to the decoder when its clip has been encoded for the first time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -42,10 +42,10 @@ class Requests:
         called from any thread when `advance` has work."""
         self._model, self._decoder, self._handoff, self._emit = model, decoder, handoff, emit
         self._vision, self._constraining, self._wake = vision, constraining, wake
-        self.live: set[str] = set()
         self.streamed: set[str] = set()
-        """Live requests whose tokens are needed before their end."""
+        """Live samples whose tokens are needed before their end."""
         self._leases: dict[str, list[Lease]] = {}
+        """Of each sample that has not ended, also of one without images."""
         self._embedded: dict[str, Lease] = {}
         """Requests for the embedding of an image."""
         self._unsettled: dict[str, EngineRequest] = {}
@@ -55,6 +55,11 @@ class Requests:
         """The same by the ids of their live samples."""
         self._constraints: dict[str, Future[Constraint]] = {}
         """By request id, until the request is submitted to the decoder or ends."""
+
+    @property
+    def live(self) -> KeysView[str]:
+        """The ids of samples that have not ended."""
+        return self._leases.keys()
 
     @property
     def waiting(self) -> bool:
@@ -70,14 +75,14 @@ class Requests:
     def die(self) -> None:
         """The engine has stopped: sends an error event to all requests, without freeing anything."""
         doomed = sorted(self.live)
-        self.live.clear()
+        self._leases.clear()
         self.streamed.clear()
         self.refuse(doomed, "died", "the engine stopped")
 
     def check_integrity(self) -> None:
         """`AssertionError` if anything is held while no request is live."""
         if not self.live:
-            assert not self._leases and not self._unsettled, "leases of requests that have ended"
+            assert not self._unsettled, "requests that have ended"
             assert not self._unsettled_of, "samples of requests that have ended"
             assert not self.streamed, "streams that have ended"
             assert not self._constraints, "constraints of requests that have ended"
@@ -90,7 +95,6 @@ class Requests:
                 self._embed_image(request)
                 return
             for name in request.names:
-                self.live.add(name)
                 if not request.whole:
                     self.streamed.add(name)
                 self._lease(request, name)
@@ -119,7 +123,8 @@ class Requests:
         return (constraint is None or constraint.done()) and _is_settled(request, self._leases[name])
 
     def _lease(self, request: EngineRequest, name: str) -> None:
-        """Takes leases on all images for one sample; samples share the pixels. Raises ValueError."""
+        """Takes leases on all images for one sample, which is live from then on; samples share the pixels. Raises
+        ValueError."""
         leases = self._leases[name] = list[Lease]()
         deadline = None if request.timeout is None else time.monotonic() + request.timeout
         for image in request.images:
@@ -137,7 +142,6 @@ class Requests:
 
     def _embed_image(self, request: EngineRequest) -> None:
         """Starts a request for an image's rows. Raises ValueError."""
-        self.live.add(request.request_id)
         self._lease(request, request.request_id)
         (self._embedded[request.request_id],) = self._leases[request.request_id]
 
@@ -166,10 +170,12 @@ class Requests:
                 self._give_up(request, error)
 
     def _admit(self, request: EngineRequest, names: Iterable[str]) -> None:
-        """Submits these samples of a request to the decoder. Raises ValueError if the decoder cannot run the request,
-        and DeadlineError if it cannot do so in time."""
+        """Submits these samples of a request to the decoder. Raises ValueError if the decoder cannot run the request or
+        its constraint cannot be served, ConstraintFailed if the server failed to build the constraint, and
+        DeadlineError if the decoder cannot run the request in time."""
         made: list[DecoderRequest] = []
-        constraint, sampling = self._take_constraint(request), request.sampling
+        future, sampling = self._constraints.pop(request.request_id, None), request.sampling
+        constraint = None if future is None else future.result()
         for name in names:
             leases = self._leases[name]
             ids, runs = _lay_out(request, leases)
@@ -202,12 +208,6 @@ class Requests:
         if made:
             self._decoder.add(*made)
 
-    def _take_constraint(self, request: EngineRequest) -> Constraint | None:
-        """The constraint that `_begin_constraint` began to build; None if there is none. Raises ValueError if it cannot
-        be served, and ConstraintFailed if the server failed to build it."""
-        future = self._constraints.pop(request.request_id, None)
-        return None if future is None else future.result()
-
     def refuse(self, names: Iterable[str], kind: ErrorKind, message: str, field: str = "") -> None:
         """Sends each of the samples an error event."""
         self._emit(error_events(names, kind, message, field))
@@ -225,7 +225,6 @@ class Requests:
                 constraint.cancel()  # else it would be built, and delay those of other requests
 
     def _forget(self, request_id: str) -> None:
-        self.live.discard(request_id)
         self.streamed.discard(request_id)
         self._embedded.pop(request_id, None)
         for lease in self._leases.pop(request_id, ()):
@@ -235,7 +234,7 @@ class Requests:
         """Emits what the decoder has produced for requests that are still live."""
         out: list[EngineEvent] = []
         for event in events:
-            if event.request_id not in self.live:
+            if event.request_id not in self._leases:
                 continue
             if event.finish_reason is not None:
                 self._forget(event.request_id)
