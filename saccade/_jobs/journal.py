@@ -80,7 +80,7 @@ def real_output(output: Path) -> Path:
 
 
 def helper_files(output: Path) -> list[Path]:
-    """Files that a job keeps next to its output, and overwrites."""
+    """Files that a job keeps next to its output, and overwrites: those of the journal, and a scratch file."""
     return [output.with_name(output.name + suffix) for suffix in (".journal", ".journal-wal", ".journal-shm", ".tmp")]
 
 
@@ -107,8 +107,8 @@ class Journal:
         """`overwrite`: begin with an empty output, whatever it contains."""
         output = real_output(output)
         self.output = output
-        self.path = output.with_name(output.name + ".journal")
-        self._scratch = output.with_name(output.name + ".tmp")
+        *self._database, self._scratch = helper_files(output)
+        self.path = self._database[0]
         self._identify = identify
         self._pending: list[tuple[Any, ...]] = []
         self._committed = time.monotonic()
@@ -145,7 +145,8 @@ class Journal:
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # error messages can contain arbitrary text
                 if "locked" in str(error):
                     raise
-                self._remove_journal()  # damaged: rebuilt from the output
+                for file in self._database:  # damaged: rebuilt from the output
+                    file.unlink(missing_ok=True)
                 return self._connect()
         except OSError as error:
             raise FailedPrecondition(f"cannot write {str(self.path)!r}: {error.strerror}") from error
@@ -174,10 +175,6 @@ class Journal:
             db.close()
             raise
         return db
-
-    def _remove_journal(self) -> None:
-        for suffix in ("", "-wal", "-shm"):
-            Path(f"{self.path}{suffix}").unlink(missing_ok=True)
 
     # -- after a crash -------------------------------------------------------------------------------------------------
 
