@@ -16,9 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import grpc
-from google.protobuf.message_factory import GetMessageClass
-
 from saccade.v1 import model_pb2
 from service.answers import convert
 from service.answers.calls import Calls
@@ -26,6 +23,7 @@ from service.answers.door import note
 from service.common import errors
 from service.common.limits import ByteBudget
 from service.common.types import CallDelta, Delta, Finished, Started
+from service.rpc.handlers import handler_of
 from service.rpc.kserve_messages import POOL, SERVICE, message
 from service.rpc.kserve_requests import Question, read_request
 from service.rpc.kserve_tensors import INPUTS, OUTPUTS, write_tensor
@@ -127,19 +125,9 @@ class KServeServicer:
 
     def handler(self) -> Any:
         """The handler for `add_generic_rpc_handlers`."""
-        methods = {}
-        for method in POOL.FindServiceByName(SERVICE).methods:
-            body = getattr(self, method.name, None) or _unimplemented(method.name)
-            kind = (
-                grpc.stream_stream_rpc_method_handler
-                if method.client_streaming
-                else grpc.unary_unary_rpc_method_handler
-            )
-            request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
-            methods[method.name] = kind(
-                body, request_deserializer=request.FromString, response_serializer=response.SerializeToString
-            )
-        return grpc.method_handlers_generic_handler(SERVICE, methods)
+        service = POOL.FindServiceByName(SERVICE)
+        names = [method.name for method in service.methods]
+        return handler_of(service, {name: getattr(self, name, None) or _unimplemented(name) for name in names})
 
     async def ServerLive(self, request: Any, context: Any) -> Any:
         return message("ServerLiveResponse")(live=True)

@@ -18,7 +18,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import grpc
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
 
 from saccade.v1 import inference_pb2, model_pb2, types_pb2
@@ -27,6 +26,7 @@ from service.answers.calls import Calls
 from service.common import errors
 from service.common.types import Delta, Finished, GenerateSpec, Logprob, Started, Usage
 from service.model.assets import ModelAssets
+from service.rpc.handlers import handler_of
 from service.rpc.media_urls import set_source
 from service.rpc.servicer import converted_request
 from service.telemetry.call_context import current_call
@@ -218,19 +218,10 @@ class VllmEngineServicer:
     def handler(self) -> Any:
         """The handler for `add_generic_rpc_handlers`. Methods that this server does not have end with UNIMPLEMENTED,
         which gateways accept."""
-        methods = {}
-        for method in vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].methods_by_name.values():
-            body = getattr(self, method.name, None)
-            if body is None:
-                continue
-            kind = (
-                grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
-            )
-            request, response = method.input_type._concrete_class, method.output_type._concrete_class
-            methods[method.name] = kind(
-                body, request_deserializer=request.FromString, response_serializer=response.SerializeToString
-            )
-        return grpc.method_handlers_generic_handler(SERVICE, methods)
+        service = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
+        return handler_of(
+            service, {name: getattr(self, name) for name in service.methods_by_name if hasattr(self, name)}
+        )
 
     async def Generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         spec = await converted_request(_spec_from, request)
