@@ -19,7 +19,7 @@ from families import CheckpointError
 from families.files import optional_json
 from service.common.types import Message
 from service.model.tokenizer import literal, without_literals
-from service.model.tokenizer_file import SPECIAL_TOKENS, read_settings
+from service.model.tokenizer_file import SPECIAL_TOKENS, named_tokens, read_settings
 
 TEMPLATES = "additional_chat_templates"
 """Folder of templates with other names than `default`."""
@@ -221,14 +221,9 @@ def load_template(path: Path, *, image_token: str | None, video_token: str | Non
     about = path / "tokenizer_config.json"
     config = read_settings(path)
     files, templates = _templates(path, about, config)
-    named, specials = {name: value for name, value in config.items() if name.endswith("_token")}, {}
-    if isinstance(extra := config.get("extra_special_tokens"), dict):  # a list has no names
-        named |= extra
-    for name, value in named.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            specials[name] = text
-        elif name in SPECIAL_TOKENS and value is not None:
+    specials = named_tokens(config)
+    for name in SPECIAL_TOKENS:
+        if name not in specials and (value := config.get(name)) is not None:
             raise CheckpointError(f"{about}: {name} must be a string or an object with its content, not {value!r}")
     try:
         return ChatTemplate(

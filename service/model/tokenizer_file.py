@@ -36,11 +36,18 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return config | named
 
 
+def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The tokens that have names in the configuration, such as `eos_token`: name -> text."""
+    named = {name: value for name, value in config.items() if name.endswith("_token")}
+    if isinstance(extra := config.get("extra_special_tokens"), dict):  # a list has no names
+        named |= extra
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
 def eos_token(folder: Path) -> str | None:
     """The text of the token with which the tokenizer ends a sequence. Raises CheckpointError."""
-    value = read_settings(folder).get("eos_token")
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
+    return named_tokens(read_settings(folder)).get("eos_token")
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -59,7 +66,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     if "added_tokens_decoder" not in config and (older := path.with_name("added_tokens.json")).exists():
         what, known = str(older), tokenizer.get_added_tokens_decoder()
         new = {index: name for name, index in optional_json(older).items() if index not in known}
-        special = set(_special_names(config))
+        special = set(named_tokens(config).values())
         config["added_tokens_decoder"] = {
             index: {"content": name, "normalized": name not in special, "special": name in special}
             for index, name in new.items()
@@ -113,18 +120,8 @@ def _declared(config: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Added
         if repr(token) != repr(known.get(token.content)):
             known[token.content] = token
             yield token
-    for name in _special_names(config):
+    for name in named_tokens(config).values():
         token = known.get(name, AddedToken(name, normalized=False))
         if not token.special and tokenizer.token_to_id(name) is not None:
             flags = {flag: getattr(token, flag) for flag in _FLAGS}
             yield AddedToken(name, **(flags | {"special": True}))
-
-
-def _special_names(config: Mapping[str, Any]) -> Iterator[str]:
-    values = [value for name, value in config.items() if name.endswith("_token")]
-    if isinstance(extra := config.get("extra_special_tokens"), dict):  # a list has no names
-        values += extra.values()
-    for value in values:
-        content = value.get("content") if isinstance(value, dict) else value
-        if isinstance(content, str):
-            yield content
