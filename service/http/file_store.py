@@ -89,6 +89,8 @@ class FileStore:
         self.used = 0
         self._used: Counter[bytes] = Counter()
         """Bytes of each key."""
+        self._numbers = Counter(stored.owner for stored in self._files.values())
+        """Files of each key."""
         for stored in self._files.values():
             self._count(stored.owner, stored.size)
         self.sweep()
@@ -102,19 +104,25 @@ class FileStore:
     def reserve(self, owner: bytes, size: int) -> None:
         """Reserves space for bytes that are about to be written for a key. Raises RateLimited if there is not enough
         for it or for all keys, or if there are too many files."""
-        self.sweep()
-        mine = sum(stored.owner == owner for stored in self._files.values())
-        for whose, count, most, used, capacity in (
-            ("uploaded files of this key", mine, MAX_KEY_FILES, self._used[owner], self.key_capacity),
-            ("uploaded files of all keys", len(self._files), MAX_FILES, self.used, self.capacity),
-        ):
-            if used + size > capacity or count >= most:
+        if self._shortage(owner, size):
+            self.sweep()
+            if shortage := self._shortage(owner, size):
                 raise RateLimited(
-                    f"{count} {whose} (at most {most}) take {used} of {capacity} bytes, and {size} more are needed; "
-                    f"delete files, or wait until they are deleted {LIFETIME / 3600:g} hours after their upload",
+                    f"{shortage}, and {size} more are needed; delete files, or wait until they are deleted "
+                    f"{LIFETIME / 3600:g} hours after their upload",
                     reason="QUOTA_EXCEEDED",
                 )
         self._count(owner, size)
+
+    def _shortage(self, owner: bytes, size: int) -> str:
+        """Which limit `size` more bytes of a key would exceed; empty if none."""
+        for whose, count, most, used, capacity in (
+            ("of this key", self._numbers[owner], MAX_KEY_FILES, self._used[owner], self.key_capacity),
+            ("of all keys", len(self._files), MAX_FILES, self.used, self.capacity),
+        ):
+            if used + size > capacity or count >= most:
+                return f"{count} uploaded files {whose} (at most {most}) take {used} of {capacity} bytes"
+        return ""
 
     def release(self, owner: bytes, size: int) -> None:
         """Releases reserved bytes."""
@@ -127,6 +135,7 @@ class FileStore:
     def add(self, stored: StoredFile) -> None:
         """Adds a file that has been written and whose bytes have been reserved."""
         self._files[stored.file_id] = stored
+        self._numbers[stored.owner] += 1
 
     def get(self, file_id: str, owner: bytes) -> StoredFile:
         """The file with this id. Raises NotFound, also for files of other keys and expired ones."""
@@ -143,6 +152,9 @@ class FileStore:
 
     def delete(self, stored: StoredFile) -> None:
         del self._files[stored.file_id]
+        self._numbers[stored.owner] -= 1
+        if not self._numbers[stored.owner]:
+            del self._numbers[stored.owner]
         stored.remove()
         self._count(stored.owner, -stored.size)
 
