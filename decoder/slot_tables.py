@@ -16,7 +16,7 @@ from torch import Tensor
 from decoder.config import DecoderOptions
 from decoder.sequence import Sequence
 from decoder.step import Row
-from kernels.transfer import send, upload
+from kernels.transfer import upload
 
 
 class PageTables:
@@ -113,9 +113,13 @@ class EndTokens:
         params = owner.request.sampling
         ignored = params.ignore_eos and owner.guide is None
         ends = params.stop_token_ids | (frozenset() if ignored else owner.request.eos_token_ids)
-        if ends or self._any[slot]:
+        if self._any[slot]:
+            self.bits[slot].zero_()
+        if ends:
             bits = np.zeros(64 * self._width, bool)
             bits[list(ends)] = True
             words = np.packbits(bits, bitorder="little").view(np.int64)
-            self.bits[slot] = send(torch.from_numpy(words), self.bits.device)
+            places = np.flatnonzero(words)
+            index, values = upload([places.tolist(), words[places].tolist()], torch.int64, self.bits.device)
+            self.bits[slot].index_copy_(0, index, values)
         self._any[slot] = bool(ends)
