@@ -36,12 +36,16 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return config | named
 
 
+def _named(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokens that have names in the configuration, as given: name -> text or object."""
+    named = {name: value for name, value in config.items() if name.endswith("_token")}
+    extra = config.get("extra_special_tokens")
+    return named | extra if isinstance(extra, dict) else named  # a list has no names
+
+
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """The tokens that have names in the configuration, such as `eos_token`: name -> text."""
-    named = {name: value for name, value in config.items() if name.endswith("_token")}
-    if isinstance(extra := config.get("extra_special_tokens"), dict):  # a list has no names
-        named |= extra
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in _named(config).items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
@@ -66,7 +70,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     if "added_tokens_decoder" not in config and (older := path.with_name("added_tokens.json")).exists():
         what, known = str(older), tokenizer.get_added_tokens_decoder()
         new = {index: name for name, index in optional_json(older).items() if index not in known}
-        special = set(named_tokens(config).values())
+        special = {token.content for token in _special(config)[0]}
         config["added_tokens_decoder"] = {
             index: {"content": name, "normalized": name not in special, "special": name in special}
             for index, name in new.items()
@@ -116,12 +120,32 @@ def _declared(config: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Added
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     entries = config.get("added_tokens_decoder") or {}
     for _, entry in sorted(entries.items(), key=lambda item: int(item[0])):
-        token = AddedToken(entry["content"], **{name: entry[name] for name in _FLAGS if name in entry})
+        token = _added(entry)
         if repr(token) != repr(known.get(token.content)):
             known[token.content] = token
             yield token
-    for name in named_tokens(config).values():
-        token = known.get(name, AddedToken(name, normalized=False))
-        if not token.special and tokenizer.token_to_id(name) is not None:
+    named, listed = _special(config)
+    special = {token.content: known.get(token.content, token) for token in named}
+    special |= {token.content: token for token in listed if token.content not in known}
+    for name, token in special.items():
+        if not (name in known and token.special) and tokenizer.token_to_id(name) is not None:
             flags = {flag: getattr(token, flag) for flag in _FLAGS}
             yield AddedToken(name, **(flags | {"special": True}))
+
+
+def _added(entry: Mapping[str, Any]) -> AddedToken:
+    return AddedToken(entry["content"], **{name: entry[name] for name in _FLAGS if name in entry})
+
+
+def _special(config: Mapping[str, Any]) -> tuple[list[AddedToken], list[AddedToken]]:
+    """(special tokens with a name such as `eos_token`, those without), as given, perhaps without the mark."""
+    extra, listed = config.get("extra_special_tokens"), config.get("additional_special_tokens")
+    if extra and not isinstance(extra, dict):
+        listed = extra
+
+    def tokens(values: Any) -> list[AddedToken]:
+        entries = [{"content": value, "normalized": False} if isinstance(value, str) else value for value in values]
+        known = (entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("content"), str))
+        return [_added(entry) for entry in known]
+
+    return tokens(_named(config).values()), tokens(listed if isinstance(listed, list) else ())

@@ -47,6 +47,12 @@ def tool(**flags: bool) -> dict[str, Any]:
     return {"added_tokens_decoder": {str(TOOL): {"content": "<tool>", **dict.fromkeys(names, False), **flags}}}
 
 
+def named(**flags: bool) -> dict[str, Any]:
+    """`<|end|>`, which the file does not have as an added token, as the value of a name."""
+    names = ("lstrip", "rstrip", "normalized", "single_word")
+    return {"__type": "AddedToken", "content": "<|end|>", **dict.fromkeys(names, False), **flags}
+
+
 @pytest.mark.parametrize(
     ("flags", "config"),
     [
@@ -63,6 +69,10 @@ def tool(**flags: bool) -> dict[str, Any]:
         pytest.param({}, {"tool_token": "<tool>"}, id="other-name"),
         pytest.param({}, {"extra_special_tokens": {"tool": "<tool>"}}, id="name-in-object"),
         pytest.param({}, {"extra_special_tokens": ["<tool>"]}, id="list"),
+        pytest.param(None, {"extra_special_tokens": ["<|end|>"]}, id="list-of-an-entry"),
+        pytest.param(None, {"additional_special_tokens": ["<|end|>"]}, id="older-list"),
+        pytest.param(None, {"eos_token": named(lstrip=True, rstrip=True)}, id="named-with-flags"),
+        pytest.param(None, {"eos_token": named(special=True)}, id="named-and-special"),
     ],
 )
 @pytest.mark.parametrize("lower", [False, True])
