@@ -70,7 +70,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     if "added_tokens_decoder" not in config and (older := path.with_name("added_tokens.json")).exists():
         what, known = str(older), tokenizer.get_added_tokens_decoder()
         new = {index: name for name, index in optional_json(older).items() if index not in known}
-        special = {token.content for token in _special(config)[0]}
+        special = set(named_tokens(config).values())
         config["added_tokens_decoder"] = {
             index: {"content": name, "normalized": name not in special, "special": name in special}
             for index, name in new.items()

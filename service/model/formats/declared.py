@@ -123,6 +123,14 @@ def _number(entry: Mapping[str, Any], key: str, where: str, default: int | None 
     return value
 
 
+def _object(entry: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    """The object of a key; empty if it is null, absent or another empty value."""
+    value = entry.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{where}: {key} is {value!r}, not an object")
+    return value
+
+
 def _named(entry: Mapping[str, Any], key: str, default: str) -> str:
     """The layout of GPTQ or AWQ: `key`, or `format`, which replaces it in newer files, as in transformers."""
     return str(entry.get(key) or entry.get("format") or default).lower()
@@ -210,10 +218,9 @@ def _modelopt(entry: Mapping[str, Any], where: str) -> Declared:
     if algorithm != "MIXED_PRECISION":
         said = schemes(algorithm, "all modules", entry.get("group_size"))
         return Declared("modelopt", where, _rule(said.schemes, excluded))
-    table = {
-        name: schemes(str(value["quant_algo"]), name, value.get("group_size"))
-        for name, value in entry["quantized_layers"].items()
-    }
+    layers = _object(entry, "quantized_layers", where)
+    each = {name: _object(layers, name, f"{where}: quantized_layers") for name in layers}
+    table = {name: schemes(str(of.get("quant_algo")), name, of.get("group_size")) for name, of in each.items()}
     _names({"quantized_layers": [*table]}, where, "quantized_layers")
 
     def say(module: str) -> Said:
@@ -231,7 +238,7 @@ def _modelopt(entry: Mapping[str, Any], where: str) -> Declared:
 
 def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
     overall, ignored = str(entry.get("format") or ""), _names(entry, where, "ignore")
-    transforms = (entry.get("transform_config") or {}).get("config_groups") or {}
+    transforms = _object(_object(entry, "transform_config", where), "config_groups", f"{where}: transform_config")
     for name, scheme in transforms.items():
         for applied in scheme["apply"]:
             if applied["location"] not in IN_WEIGHTS:
@@ -241,15 +248,18 @@ def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
                 )
     groups: list[tuple[list[str], Said]] = []
     blocks: set[tuple[int, int]] = set()
-    for name, group in entry["config_groups"].items():
-        weights = group.get("weights") or {}
+    given = _object(entry, "config_groups", where)
+    for name in given:
+        group = _object(given, name, f"{where}: config_groups")
+        at = f"{where}: config group {name}"
+        weights, inputs = _object(group, "weights", at), _object(group, "input_activations", at)
         of = str(group.get("format") or overall)
         if weights.get("strategy") == "block":
             blocks.add(_block(weights.get("block_structure", [128, 128]), f"{where}: block_structure of {name}"))
         groups.append(
             (
-                _names(group, f"{where}: config group {name}", "targets"),
-                _compressed_group(name, of, weights, group.get("input_activations"), where),
+                _names(group, at, "targets"),
+                _compressed_group(name, of, weights, inputs, where),
             )
         )
 
@@ -275,7 +285,7 @@ UNSAID = {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": True,
 """compressed-tensors' defaults for keys that are absent."""
 
 
-def _other_inputs(name: str, inputs: Mapping[str, Any] | None) -> str:
+def _other_inputs(name: str, inputs: Mapping[str, Any]) -> str:
     """`Said.inputs` of a config group."""
     if not inputs:
         return ""
@@ -287,9 +297,7 @@ def _other_inputs(name: str, inputs: Mapping[str, Any] | None) -> str:
     return f"input_activations of config group {name} have {found}, not {wanted}"
 
 
-def _compressed_group(
-    name: str, form: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, where: str
-) -> Said:
+def _compressed_group(name: str, form: str, weights: Mapping[str, Any], inputs: Mapping[str, Any], where: str) -> Said:
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     group, mixed = weights.get("group_size"), form == "mixed-precision"
     if group is not None and (type(group) is not int or group < -1):
@@ -321,8 +329,9 @@ def _gptq(entry: Mapping[str, Any], where: str) -> Declared:
     if form not in ("gptq", "gptq_v2"):
         raise CheckpointError(f"{where}: checkpoint_format {form!r} is not gptq or gptq_v2")
     rules: list[tuple[bool, re.Pattern[str], Mapping[str, Any]]] = []
-    for pattern, given in (entry.get("dynamic") or {}).items():
-        changes = given or {}
+    dynamic = _object(entry, "dynamic", where)
+    for pattern in dynamic:
+        changes = _object(dynamic, pattern, f"{where}: dynamic")
         expression = _expression(_rule_expression(pattern), f"{where}: dynamic rule {pattern!r}")
         rules.append((pattern.startswith("-:"), expression, changes))
         if not pattern.startswith("-:") and changes.get("bits", 4) != 4:
