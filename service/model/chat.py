@@ -234,6 +234,15 @@ def load_template(path: Path, *, image_token: str | None, video_token: str | Non
         raise CheckpointError(f"{files[error.source]}: {error}") from None
 
 
+def has_other_template(path: Path, template: ChatTemplate) -> bool:
+    """Whether a folder that is not the model's has a chat template, and not this one."""
+    try:
+        other = load_template(path, image_token=None).source
+    except CheckpointError:  # which nobody will notice
+        return False
+    return other.strip() not in ("", template.source.strip())
+
+
 def _templates(path: Path, about: Path, config: Mapping[str, Any]) -> tuple[dict[str, Path], dict[str, str]]:
     """The file of each template, for errors, and the templates by name. As in transformers, those in files of their own
     replace those in `config`, the content of `about`."""

@@ -3,6 +3,8 @@ image workers."""
 
 from __future__ import annotations
 
+import logging
+
 from encoder.media_limits import ImageLimits, VideoLimits
 from service.answers.bounds import FrontendLimits
 from service.answers.door import DoorLimits
@@ -13,7 +15,10 @@ from service.common.limits import ByteBudget
 from service.media.image_pool import ImagePool
 from service.media.images import MediaLimits
 from service.model.assets import ModelAssets
+from service.model.chat import has_other_template
 from service.model.resolve import checkpoint_of, resolve_vision
+
+log = logging.getLogger(__name__)
 
 
 def frontend_limits(options: ServerOptions) -> FrontendLimits:
@@ -53,4 +58,10 @@ def make_image_pool(options: ServerOptions, assets: ModelAssets) -> ImagePool:
 
 def load_assets(options: ServerOptions) -> ModelAssets:
     checkpoint = checkpoint_of(options)
-    return ModelAssets(checkpoint.config, resolve_vision(options, checkpoint))
+    assets = ModelAssets(checkpoint.config, resolve_vision(options, checkpoint))
+    if checkpoint.adapter is not None and has_other_template(checkpoint.adapter.path, assets.template):
+        log.warning(
+            "%s has a chat template of its own, which is not used: prompts have the model's. To use it, put it into a "
+            "copy of the model's folder", checkpoint.adapter.path,
+        )  # fmt: skip
+    return assets
