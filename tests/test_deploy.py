@@ -88,6 +88,8 @@ def test_manifests_fit_together(path: Path) -> None:
         assert {mount["name"] for mount in container["volumeMounts"]} <= names
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert ports == {"grpc": 50051, "metrics": 9100}
+        scraped = {"prometheus.io/scrape": "true", "prometheus.io/port": str(ports["metrics"])}
+        assert pod["metadata"]["annotations"] == scraped, "a number of replicas may follow a metric of these pods"
         arguments = _options(container["args"])
         options = resolve(ServerOptions, arguments, {})
         program, pause = container["lifecycle"]["preStop"]["exec"]["command"]
