@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from service.common.engine_options import EngineOptions as EngineOptions
 from service.common.http_options import HttpFrontOptions as HttpFrontOptions
 from service.common.http_options import HttpOptions as HttpOptions
+from service.common.http_options import check_names
 from service.common.option import GRPC_MAXIMUM, INT32, INT64, LAST_PORT, LONGEST_TIME, LONGEST_WAIT, without_brackets
 from service.common.option import ConfigError as ConfigError
 from service.common.option import option as _option
@@ -218,6 +219,7 @@ class ServerOptions(
         super().__post_init__()
         for name in ("host", "metrics_host"):
             object.__setattr__(self, name, without_brackets(getattr(self, name)))
+        check_names(self)
         if self.http_port is not None and self.role == "encoder":
             raise ConfigError(
                 f"http_port: {self.http_port} would not be used by --role encoder, which answers no requests of "

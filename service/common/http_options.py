@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from service.common.option import LAST_PORT, LONGEST_TIME, ConfigError, check_addresses
 from service.common.option import option as _option
@@ -45,6 +46,44 @@ class HttpOptions:
     )
 
 
+DEFAULT_PORTS = {"http": 80, "https": 443}
+"""Ports that browsers leave out of origins."""
+
+
+def check_names(options: HttpOptions) -> None:
+    """Raises ConfigError for host names and origins that no request has, so that they would allow nothing."""
+    for name in options.http_allowed_hosts:
+        if (host := _host(name)) != name.strip("[]").lower():
+            raise ConfigError(f"http_allowed_hosts: {name!r} is no host name; {host!r} would work")
+    for origin in options.http_cors_origins:
+        sent = origin if origin in ("*", "null") else _origin(origin)
+        if sent != origin:
+            raise ConfigError(f"http_cors_origins: {origin!r} is no origin that browsers send; {sent!r} would work")
+
+
+def _host(name: str) -> str:
+    """The host name in what may be a name, an address with a port, or a URL."""
+    is_address = name.count(":") > 1 and not name.startswith("[") and "//" not in name  # IPv6 without brackets
+    try:
+        host = urlsplit(name if "//" in name else f"//[{name}]" if is_address else f"//{name}").hostname
+    except ValueError:
+        host = None
+    return (host or "").rstrip(".") or "app.example.org"
+
+
+def _origin(url: str) -> str:
+    """The origin of a page, as browsers send it."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not parts.scheme:
+        return "https://app.example.org"
+    shown = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{shown}" + ("" if port in (None, DEFAULT_PORTS.get(parts.scheme)) else f":{port}")
+
+
 @dataclass(frozen=True)
 class HttpFrontOptions(HttpOptions):
     """All options of `saccade http`, a process of its own that is a client of gRPC servers."""
@@ -83,3 +122,4 @@ class HttpFrontOptions(HttpOptions):
         if not self.servers:
             raise ConfigError("servers: the HTTP server needs the address of a gRPC server, such as 10.0.0.5:50051")
         check_addresses("servers", self.servers, targets=True)
+        check_names(self)

@@ -59,7 +59,7 @@ def parse_value(options: type, name: str, raw: Any) -> Any:
         if kind is bool:
             value: Any = _parse_bool(raw)
         elif typing.get_origin(kind) is tuple:
-            parts = raw if isinstance(raw, list | tuple) else [p for p in str(raw).split(",") if p.strip()]
+            parts = raw if isinstance(raw, list | tuple) else [p.strip() for p in str(raw).split(",") if p.strip()]
             value = tuple(_parse_one(typing.get_args(kind)[0], p) for p in parts)
         elif spec.metadata["size"]:
             value = parse_size(raw)

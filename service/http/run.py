@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 
-from service.common.config import HttpFrontOptions
+from service.common.config import ConfigError, HttpFrontOptions
 from service.common.helper_process import STOP_SIGNALS, announce, ignore_stop_signals, log_to_stderr
 from service.http.app import make_app
 from service.http.hosts import HostCheck
 from service.http.listen import bind, check_exposure, url_of
 from service.http.protocol import protocol_class
-from service.http.tls import tls_context
+from service.http.tls import check_servers, tls_context
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,12 @@ def run(options: HttpFrontOptions) -> int:
     """Serves until SIGTERM or SIGINT. Prints the ready line. Returns the exit code."""
     log_to_stderr(options.log_level)
     check_exposure(options)
+    check_servers(options)
+    if options.max_inflight_bytes < options.max_message_bytes:
+        raise ConfigError(
+            f"max_inflight_bytes: {options.max_inflight_bytes} bytes hold no body of max_message_bytes "
+            f"({options.max_message_bytes}); at least {options.max_message_bytes} would work"
+        )
 
     def ready() -> None:
         announce(f"saccade http ready on {url_of(listener, options.tls_cert is not None)}")

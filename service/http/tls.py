@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 
-from service.common.config import HttpFrontOptions
+from service.common.config import ConfigError, HttpFrontOptions
 from service.common.tls import TlsFiles, check_authority, check_pair, tls_files
 from service.common.watch import Watched
 
@@ -28,6 +28,21 @@ def tls_context(options: HttpFrontOptions) -> ssl.SSLContext | None:
     # cannot be replaced, but that of a connection can.
     context.sni_callback = use_current
     return context
+
+
+def check_servers(options: HttpFrontOptions) -> None:
+    """Raises ConfigError for files with which no gRPC server could be reached."""
+    authority, certificate, key = options.servers_ca, options.servers_cert, options.servers_cert_key
+    if authority is None:
+        if certificate is not None or key is not None:
+            raise ConfigError("servers_ca: a certificate for gRPC servers needs TLS; name the authority of theirs")
+        return
+    check_authority(authority, "servers_ca")
+    if certificate is not None and key is not None:
+        check_pair(certificate, key, "servers_cert, servers_cert_key")
+    elif certificate is not None or key is not None:
+        missing = "servers_cert" if certificate is None else "servers_cert_key"
+        raise ConfigError(f"{missing}: TLS needs both a certificate and its key, but this option is not set")
 
 
 def _context(files: TlsFiles) -> ssl.SSLContext:

@@ -7,6 +7,7 @@ import shutil
 import socket
 import ssl
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,7 +17,8 @@ from running_http import RunningHttp
 
 from service.common.config import ConfigError, HttpFrontOptions, HttpOptions
 from service.http.listen import bind, url_of
-from service.http.tls import tls_context
+from service.http.run import run
+from service.http.tls import check_servers, tls_context
 
 
 def subject(port: int, authority: Authority, name: str | None) -> str:
@@ -73,6 +75,29 @@ def test_half_of_a_pair_is_refused(tmp_path: Path) -> None:
             tls_context(HttpFrontOptions(servers=("127.0.0.1:1",), **given))
     with pytest.raises(ConfigError, match="tls_cert, tls_key"):
         tls_context(HttpFrontOptions(servers=("127.0.0.1:1",), tls_cert=str(key), tls_key=str(certificate)))
+
+
+def test_options_with_which_no_grpc_server_could_be_reached(tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "ca")
+    ca, (certificate, key) = str(authority.certificate), map(str, authority.issue("front"))
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"servers_ca": str(tmp_path / "none")}, "^servers_ca: .*none: No such file"),
+        ({"servers_ca": key}, "^servers_ca: .*: no certificate"),
+        (
+            {"servers_cert": certificate, "servers_cert_key": key},
+            "^servers_ca: a certificate for gRPC servers needs TLS",
+        ),
+        ({"servers_ca": ca, "servers_cert": certificate}, "^servers_cert_key: TLS needs both"),
+        (
+            {"servers_ca": ca, "servers_cert": key, "servers_cert_key": certificate},
+            "^servers_cert, servers_cert_key: not",
+        ),
+        ({"max_message_bytes": 5000, "max_inflight_bytes": 4999}, "^max_inflight_bytes: .*; at least 5000 would work"),
+    ]
+    for values, words in refused:
+        with pytest.raises(ConfigError, match=words):
+            run(HttpFrontOptions(http_port=0, **values))
+    check_servers(HttpFrontOptions(servers_ca=ca, servers_cert=certificate, servers_cert_key=key))
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])

@@ -40,6 +40,19 @@ def test_flags_lists_and_sizes_on_the_command_line() -> None:
     assert options.memory_bytes == 3 * 2**29 and options.grace == 0
 
 
+def test_lists_may_have_spaces_after_commas() -> None:
+    options = parse("--role", "decoder", "--encoders", "a:1, b:2", env={"SACCADE_TOKEN_BUDGETS": "64, 128,"})
+    assert options.encoders == ("a:1", "b:2") and options.token_budgets == (64, 128)
+
+
+def test_names_that_requests_have_are_allowed() -> None:
+    hosts, origins = "*,A.example,[::1],::1,10.0.0.1", "*,null,http://a:8080,http://[::1]:81,app://."
+    options = parse("--http-allowed-hosts", hosts, "--http-cors-origins", origins)
+    assert options.http_allowed_hosts == tuple(hosts.split(",")) and options.http_cors_origins == tuple(
+        origins.split(",")
+    )
+
+
 def test_an_ipv6_address_may_be_in_brackets() -> None:
     for host in ("::1", "[::1]"):
         options = parse("--host", host, "--metrics-host", host)
@@ -93,6 +106,13 @@ def test_an_unknown_option_is_named_without_the_list_of_all(capsys: pytest.Captu
         ),
         (["--max-connection-age-grace", "5"], {}, "max_connection_age_grace: 5 would not be used without"),
         (["--admin", "--api-keys", "keys.toml"], {}, "admin: it would not be used with api_keys"),
+        (["--http-allowed-hosts", "a.example:80"], {}, "http_allowed_hosts: .* no host name; 'a.example' would work"),
+        (["--http-allowed-hosts", "https://A.example/x"], {}, "is no host name; 'a.example' would work"),
+        (["--http-allowed-hosts", "[::1]:80"], {}, "is no host name; '::1' would work"),
+        (["--http-allowed-hosts", "["], {}, "is no host name; 'app.example.org' would work"),
+        (["--http-cors-origins", "https://a.example/"], {}, "http_cors_origins: .* 'https://a.example' would work"),
+        (["--http-cors-origins", "https://A.example:443"], {}, "no origin .* 'https://a.example' would work"),
+        (["--http-cors-origins", "a.example"], {}, "no origin .* 'https://app.example.org' would work"),
         (["--grace", "nan"], {}, "grace: 'nan' is not a number"),
         (["--stall-timeout", "inf"], {}, "stall_timeout: 'inf' is not a number"),
         (["--handoff-bytes", "1e400k"], {}, "handoff_bytes: '1e400k' is not a number of bytes"),
