@@ -217,7 +217,7 @@ HTTP = (
         "connection",
         ("route", "status"),
     ),
-    Declared("http_running", GAUGE, "requests", "in progress"),
+    Declared("http_running", GAUGE, "requests", "in progress, the scrape included"),
     Declared("http_streams", GAUGE, "answers", "being streamed"),
     Declared("http_body_bytes", GAUGE, "bytes", "of request bodies (limit: max_inflight_bytes)"),
     Declared("http_file_bytes", GAUGE, "bytes", "of uploaded files (limit: http_file_bytes)"),
