@@ -11,6 +11,7 @@ import pytest
 import torch
 from compiled import needs_compiled
 from gated_decoder import gated_config, grid_positions, published_attention
+from speculation import watch_drafts
 from tiny_decoder import FakeSource, greedy_params, make_runner, preempt, random_weights, request, run, tokens
 from torch import Tensor
 from torch.nn import functional as F
@@ -147,21 +148,6 @@ def make(config: DecoderConfig, **options: Any) -> DecoderRunner:
     return runner
 
 
-def watch(runner: DecoderRunner) -> list[tuple[DecoderRequest, list[int], list[int]]]:
-    """(request, tokens before, drafts) of all later drafts."""
-    seen: list[tuple[DecoderRequest, list[int], list[int]]] = []
-    assert runner.drafter is not None
-    draft = runner.drafter.draft
-
-    def recorded(rows: Any) -> Any:
-        found = draft(rows)
-        seen.extend((s.request, list(s.tokens), list(drafts)) for s, drafts in found)
-        return found
-
-    runner.drafter.draft = recorded  # type: ignore[method-assign]
-    return seen
-
-
 @cache
 def plain(config: DecoderConfig) -> dict[str, list[int]]:
     """Without drafts."""
@@ -192,7 +178,7 @@ def test_drafts_are_those_of_a_head_written_out_and_change_nothing(kind: str, op
     if seldom:
         assert runner.speculation is not None
         runner.speculation.policy.wanted = lambda record, length, rows: 3 * (length % 4 == 0)  # type: ignore[method-assign]
-    seen = watch(runner)
+    seen = watch_drafts(runner)
     for _ in range(2):
         for item in requests():
             runner.add(item)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from speculation import watch_drafts
 from tiny_decoder import (
     greedy_params,
     image,
@@ -117,21 +118,6 @@ def make(pattern: str, **options: Any) -> tuple[DecoderRunner, Naive]:
     return runner, Naive(config, trunk, head, options.get("draft_vocab"))
 
 
-def watch(runner: DecoderRunner) -> list[tuple[DecoderRequest, list[int], list[int]]]:
-    """(request, tokens before, drafts) of all later drafts."""
-    seen: list[tuple[DecoderRequest, list[int], list[int]]] = []
-    assert runner.drafter is not None
-    draft = runner.drafter.draft
-
-    def recorded(rows: Any) -> Any:
-        found = draft(rows)
-        seen.extend((s.request, list(s.tokens), list(drafts)) for s, drafts in found)
-        return found
-
-    runner.drafter.draft = recorded  # type: ignore[method-assign]
-    return seen
-
-
 IMAGE = torch.randn(7, 32, generator=torch.Generator().manual_seed(3))
 SHARED = list(range(40, 53))
 
@@ -180,7 +166,7 @@ def test_drafts_are_those_of_a_head_written_out(pattern: str, options: dict[str,
     if seldom:
         assert runner.speculation is not None
         runner.speculation.policy.wanted = lambda record, length, rows: 3 * (length % 4 == 0)  # type: ignore[method-assign]
-    seen = watch(runner)
+    seen = watch_drafts(runner)
     for _ in range(2):
         for item in requests():
             runner.add(item)
@@ -346,7 +332,7 @@ def test_a_head_reads_a_tied_table_out_of_the_packed_projection(kind: str | None
         options = DecoderOptions(**(BASE | {"native": "on", "dtype": torch.bfloat16, "weights": kind}))
         runner = DecoderRunner(config, options, given)
         assert (runner.model.embeddings.packed is not None) == tied
-        seen = watch(runner)
+        seen = watch_drafts(runner)
         run(runner, request("a", [5, 9, 33, 64, 90], greedy_params(12, ignore_eos=True)))
         found.append([(before, drafts) for _, before, drafts in seen])
     assert found[0] == found[1] and any(drafts for _, drafts in found[0])

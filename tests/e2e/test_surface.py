@@ -14,6 +14,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from images import png
+from keys import fails
 from rpc import Stubs, ask, connect, reason, upload
 from running import RunningServer
 from served import IMAGE_TOKEN
@@ -27,12 +28,6 @@ def stubs(server: RunningServer) -> Iterator[Stubs]:
         yield stubs
     server.drained()
     server.server.spool.check_integrity()
-
-
-def fails(call: object, *arguments: object, **keywords: object) -> tuple[str, str]:
-    with pytest.raises(grpc.RpcError) as error:
-        call(*arguments, **keywords)  # type: ignore[operator]
-    return reason(error.value)
 
 
 # -- tokenize ----------------------------------------------------------------------------------------------------------

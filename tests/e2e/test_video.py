@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from clips import FPS, animation, film, moving_frames, released_pixels, released_words
-from images import png
+from images import encoded, png
 from PIL import Image
 from running import RunningEncoder, RunningServer
 from served import IMAGE_TOKEN, make_served
@@ -191,7 +191,7 @@ def test_every_form_gives_the_same_answer(
         (as_parts, ()),
         (marked, [saccade.Video(pillows, fps=FPS)]),
         (QUESTION, [saccade.Video(np.stack(arrays), fps=FPS)]),
-        (QUESTION, [saccade.Video([image_bytes(pillow) for pillow in pillows], fps=FPS)]),
+        (QUESTION, [saccade.Video([encoded(pillow) for pillow in pillows], fps=FPS)]),
     ]:
         assert video_client.generate(prompt, videos=videos, **options) == plain
     by_file = video_client.generate(QUESTION, videos=[str(path)], **options)
@@ -208,12 +208,6 @@ def test_every_form_gives_the_same_answer(
         video_server.options.model, dtype="float32", video_pruning_rate=0.5, **LIMITS
     ) as local:  # fmt: skip
         assert local.generate(QUESTION, videos=[lossless], **options) == by_file
-
-
-def image_bytes(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def test_images_and_clips_share_a_prompt(video_client: saccade.Client) -> None:

@@ -1,4 +1,4 @@
-"""The skip marker for tests that need the compiled code."""
+"""Whether compiled code is available: a skip marker for tests that need it, and values of the option `native`."""
 
 from __future__ import annotations
 
@@ -12,5 +12,6 @@ try:
 except NativeUnavailable as reason:
     UNAVAILABLE = str(reason)
 
+NATIVE = ["off"] if UNAVAILABLE else ["on", "off"]
 needs_compiled = pytest.mark.skipif(bool(UNAVAILABLE), reason=f"no compiled code on this machine: {UNAVAILABLE}")
 """For a test, or as `pytestmark` for a file, that needs AVX-512 BF16 and a C++ compiler."""

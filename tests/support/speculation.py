@@ -199,3 +199,18 @@ def answers(
         {name: [event.logprob for event in of if event.logprob is not None] for name, of in events.items()},
         stats,
     )
+
+
+def watch_drafts(runner: DecoderRunner) -> list[tuple[DecoderRequest, list[int], list[int]]]:
+    """(request, tokens before, drafts) of all later drafts."""
+    seen: list[tuple[DecoderRequest, list[int], list[int]]] = []
+    assert runner.drafter is not None
+    draft = runner.drafter.draft
+
+    def recorded(rows: Any) -> Any:
+        found = draft(rows)
+        seen.extend((s.request, list(s.tokens), list(drafts)) for s, drafts in found)
+        return found
+
+    runner.drafter.draft = recorded  # type: ignore[method-assign]
+    return seen

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import NATIVE
 from qwen_checkpoint import NAMINGS, make_qwen
 from safetensors.torch import load_file, save_file
 from speculation import pairwise
@@ -18,7 +19,6 @@ from tiny_decoder import greedy_params, request, run, tokens
 from decoder.config import DecoderOptions
 from decoder.runner import DecoderRunner
 from families import CheckpointError
-from kernels.native import NativeUnavailable, library
 from service.commands.plan import weight_bytes
 from service.common.config import EngineOptions
 from service.model.checkpoint import Checkpoint, open_checkpoint
@@ -28,14 +28,6 @@ SEEDS = 24
 STEPS = 20
 
 
-def compiled() -> list[str]:
-    try:
-        library()
-    except NativeUnavailable:
-        return ["off"]
-    return ["on", "off"]
-
-
 OPTIONS = pairwise(
     {
         "state_cache": ["none", "align", "all", "auto"],
@@ -43,7 +35,7 @@ OPTIONS = pairwise(
         "spec_state": ["replay", "slots"],
         "max_chunk": [None, 5],
         "graphs": ["off", "on"],
-        "native": compiled(),
+        "native": NATIVE,
         "preempt_every": [0, 3],
     }
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import NATIVE
 from images import png
 from preempted import check_preempted, run_starts
 from qwen_checkpoint import IDS, make_qwen
@@ -23,7 +24,6 @@ from decoder.runner import DecoderRunner
 from encoder.images import decode_image
 from encoder.runner import EncoderOptions, EncoderRunner
 from families.qwen3_5.vision import QwenVision
-from kernels.native import NativeUnavailable, library
 from service.model.checkpoint import Checkpoint
 
 SEEDS = 24
@@ -33,17 +33,9 @@ NEVER = {IMAGE: -1e9, VIDEO: -1e9}
 """In an answer the oracle would take one of these for one more image."""
 
 
-def compiled() -> list[str]:
-    try:
-        library()
-    except NativeUnavailable:
-        return ["off"]
-    return ["on", "off"]
-
-
 OPTIONS = pairwise(
     {
-        "native": compiled(),
+        "native": NATIVE,
         "graphs": ["off", "on"],
         "max_chunk": [None, 7],
         "state_cache": ["none", "align", "all", "auto"],
@@ -170,7 +162,7 @@ def test_logits_and_greedy_tokens(tmp_path: Path, seed: int, monkeypatch: pytest
 
 STEPS = pairwise(
     {
-        "native": compiled(),
+        "native": NATIVE,
         "graphs": ["off", "on"],
         "max_chunk": [None, 24],
         "state_cache": ["none", "align", "auto"],
