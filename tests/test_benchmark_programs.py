@@ -91,7 +91,7 @@ def test_each_program_is_run_or_has_a_reason() -> None:
 @pytest.mark.parametrize("name", sorted({*PROGRAMS} - WITHOUT_OPTIONS))
 def test_command_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name.startswith("ray_"):
-        pytest.importorskip("ray")
+        pytest.importorskip("ray", reason="Ray is not installed: `make test-ray` installs it")
     program = importlib.import_module(f"benchmarks.{name}")
     with pytest.raises(SystemExit) as ended:
         program.main(["--help"])

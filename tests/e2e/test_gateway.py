@@ -27,7 +27,9 @@ from service.commands.server_process import ServerProcess
 from service.servers.limits import load_assets
 
 pytest.importorskip("smg_grpc_proto", reason="smg-grpc-proto is not installed")
-needs_smg = pytest.mark.skipif(not Path(sys.executable).with_name("smg").exists(), reason="smg is not installed")
+needs_smg = pytest.mark.skipif(
+    not Path(sys.executable).with_name("smg").exists(), reason="smg is not installed: `make test-ray` installs it"
+)
 WEATHER = {
     "type": "object", "properties": {"city": {"type": "string", "enum": ["Rome", "Oslo"]}}, "required": ["city"],
     "additionalProperties": False,

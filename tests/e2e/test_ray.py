@@ -16,8 +16,8 @@ import saccade
 from saccade import errors
 from service.commands.server_process import ServerProcess
 
-ray = pytest.importorskip("ray", reason="Ray is not installed")
-parquet = pytest.importorskip("pyarrow.parquet", reason="Ray is not installed")
+ray = pytest.importorskip("ray", reason="Ray is not installed: `make test-ray` installs it")
+parquet = pytest.importorskip("pyarrow.parquet", reason="Ray is not installed: `make test-ray` installs it")
 
 ROWS = 40
 

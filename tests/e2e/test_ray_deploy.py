@@ -27,8 +27,8 @@ from running import RunningServer
 import saccade
 from benchmarks.machine import free_port
 
-ray = pytest.importorskip("ray", reason="Ray is not installed")
-pytest.importorskip("ray.serve.schema", reason="Ray Serve is not installed")
+ray = pytest.importorskip("ray", reason="Ray is not installed: `make test-ray` installs it")
+pytest.importorskip("ray.serve.schema", reason="Ray Serve is not installed: `make test-ray` installs it")
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_seqs": 16, "max_len": 600, "image_workers": 1}

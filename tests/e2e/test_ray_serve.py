@@ -17,8 +17,8 @@ from running import RunningServer
 import saccade
 from saccade import errors
 
-ray = pytest.importorskip("ray", reason="Ray is not installed")
-pytest.importorskip("ray.serve.schema", reason="Ray Serve is not installed")
+ray = pytest.importorskip("ray", reason="Ray is not installed: `make test-ray` installs it")
+pytest.importorskip("ray.serve.schema", reason="Ray Serve is not installed: `make test-ray` installs it")
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_seqs": 16, "max_len": 600, "image_workers": 1}
 STREAMS = 32

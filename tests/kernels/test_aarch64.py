@@ -18,7 +18,8 @@ from kernels.linear.layouts import MOST_INPUTS
 from kernels.native import Activation, NativeUnavailable
 
 pytestmark = pytest.mark.skipif(
-    not (COMPILER and EMULATOR), reason="needs aarch64-linux-gnu-g++ and qemu-aarch64 (Debian: qemu-user)"
+    not (COMPILER and EMULATOR),
+    reason="needs aarch64-linux-gnu-g++ and qemu-aarch64 (Debian: g++-aarch64-linux-gnu and qemu-user)",
 )
 IN_FLOAT32 = [("float32", "float32"), ("int8", "float32"), ("int4", "float32"), ("nvfp4", "float32")]
 IN_BFLOAT16 = [("bfloat16", "bfloat16"), ("int4", "bfloat16"), ("fp8", "bfloat16"), ("nvfp4", "bfloat16")]

@@ -201,7 +201,7 @@ print(choose("auto", processor_features()).name)
 def test_without_the_kernels_permission_the_next_best_set_is_used_and_the_log_says_why() -> None:
     """Linux refuses tiles to a process whose stack for signals has no room for them."""
     if not AMX.needs <= processor_features():
-        pytest.skip("this processor has no AMX")
+        pytest.skip("needs a processor with AMX")
     said = subprocess.run([sys.executable, "-c", SMALL_STACK], capture_output=True, text=True, check=True)
     assert said.stdout == "avx512bf16\n"
     reason = "the kernel does not permit the processor's state component 18: No space left on device"

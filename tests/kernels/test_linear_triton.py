@@ -81,7 +81,9 @@ def test_products_of_plain_rows(
     assert found.dtype == torch.bfloat16 and float((found.double() - exact).abs().max()) <= 2**-8 * exact.abs().max()
 
 
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="NumPy's products, which the interpreter uses, depend on the shape")
+@pytest.mark.skipif(
+    DEVICE.type != "cuda", reason="needs a GPU: NumPy's products, which the interpreter uses, depend on the shape"
+)
 @pytest.mark.parametrize(("outputs", "inputs"), [(70, 160), (1000, 4480), (33, 100)])
 def test_the_number_of_rows_changes_no_product(outputs: int, inputs: int) -> None:
     linear = Linear(torch.randn(outputs, inputs, device=DEVICE).bfloat16(), compiled=False)

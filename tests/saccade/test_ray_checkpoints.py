@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from full_disk import file_size_limit
 
-pytest.importorskip("ray.data")
+pytest.importorskip("ray.data", reason="Ray is not installed: `make test-ray` installs it")
 
 from saccade.ray.checkpoints import claim
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from compiled import needs_compiled
 from resident import file_bytes
 from torch import randn
 
@@ -51,10 +52,10 @@ SIZES = {
 }  # fmt: skip
 
 
+@needs_compiled
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux counts peaks from a moment on")
 def test_a_peak_is_at_most_1_15_of_what_stays(tmp_path: Path) -> None:
     """Of experts in nvfp4, other matrices in fp8 and bfloat16, and a tower."""
-    pytest.importorskip("kernels.native").library()
     write_checkpoint(tmp_path / "model", 0.0, 32, SIZES)
     done = subprocess.run(
         [sys.executable, "-c", LOADING, str(tmp_path / "model")], capture_output=True, text=True, timeout=120
