@@ -88,7 +88,6 @@ def test_changes_that_break_clients_are_found(problem: str) -> None:
     CHANGES[problem](changed)
     found = check.breaking(released(), changed)
     assert any(line.startswith(problem) for line in found), found
-    assert check.breaking(changed, released()) != [] or check.breaking(released(), changed)
 
 
 def test_additions_break_nobody() -> None:

@@ -49,7 +49,7 @@ def test_answers_are_json_in_one_style_about_what_is_shown(kind: str) -> None:
     questions = set()
     for seed in range(150):
         example = json_example(seed, kind)
-        assert example == json_example(seed, kind) or example.turns == json_example(seed, kind).turns
+        assert example == json_example(seed, kind)
         (turn,) = example.turns
         questions.add(turn.question)
         assert turn.kind == kind and "JSON" in turn.question
@@ -58,7 +58,9 @@ def test_answers_are_json_in_one_style_about_what_is_shown(kind: str) -> None:
         assert all(any(thing is other for other in shown) for thing in turn.about)
         for start, end, things in turn.focus():
             assert 0 <= start < end <= len(turn.answer)
-            assert len(things) != 1 or things[0].glyph in turn.answer or things[0].colour or things[0].place
+            if len(things) == 1 and not turn.counts and not (part := turn.answer[start:end]).isdigit():
+                [thing] = things
+                assert any(word in part for word in (thing.glyph, thing.colour, thing.place) if word)
     assert len(questions) > 100
 
 

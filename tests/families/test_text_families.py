@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import NATIVE
 from safetensors.torch import load_file, save_file
 from speculation import pairwise
 from text_families import FAMILIES, make_text_checkpoint
@@ -27,7 +28,6 @@ from decoder.recurrence_operations import MAX_TAPS
 from decoder.runner import DecoderRunner
 from families import CheckpointError
 from kernels.linear import Quantised, quantise
-from kernels.native import NativeUnavailable, library
 from service.model.checkpoint import Checkpoint
 from service.model.modelconfig import load_config
 from service.model.quantise import quantise_checkpoint
@@ -38,14 +38,6 @@ FALCON_NORMED = 18
 STEPS = 10
 
 
-def compiled() -> list[str]:
-    try:
-        library()
-    except NativeUnavailable:
-        return ["off"]
-    return ["on", "off"]
-
-
 OPTIONS = pairwise(
     {
         "state_cache": ["none", "align", "all", "auto"],
@@ -53,7 +45,7 @@ OPTIONS = pairwise(
         "spec_state": ["replay", "slots"],
         "max_chunk": [None, 5],
         "graphs": ["off", "on"],
-        "native": compiled(),
+        "native": NATIVE,
         "preempt_every": [0, 3],
     }
 )
@@ -217,6 +209,7 @@ def test_fields_that_are_null_or_named_twice(tmp_path: Path, family: str, seed: 
     with torch.no_grad():
         oracle = type(tiny.model).from_pretrained(tmp_path).eval()(torch.tensor([ids]), use_cache=False).logits[0, -1]
     expected = torch.log_softmax(oracle, -1)
+    assert len(event.top) == VOCAB
     for token, logprob in event.top:
         assert logprob == pytest.approx(float(expected[token]), abs=1e-4 * max(1.0, float(oracle.abs().max())))
 

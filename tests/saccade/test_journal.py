@@ -142,6 +142,7 @@ def test_each_line_is_found_where_the_journal_says(tmp_path: Path) -> None:
     with opened(output) as journal:
         journal.sort()
         content = output.read_bytes()
+        assert [position for *_, position in places(journal)] == list(range(ROWS))
         for name, offset, length, position in places(journal):
             assert content[offset : offset + length] == line(position) and name == row_id(position)
         file = output.stat().st_ino

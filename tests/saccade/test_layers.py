@@ -129,7 +129,9 @@ def test_no_method_is_missing_on_either_side() -> None:
 
 def test_the_stubs_compare_no_versions() -> None:
     """The required versions are in saccade/pyproject.toml and tested by `make test-floors`."""
-    for path in (SACCADE / "v1").glob("*_pb2*.py"):
+    stubs = list((SACCADE / "v1").glob("*_pb2*.py"))
+    assert stubs
+    for path in stubs:
         text = path.read_text("utf-8")
         assert "runtime_version" not in text and "GRPC_GENERATED_VERSION" not in text, path.name
 

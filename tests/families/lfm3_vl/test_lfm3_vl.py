@@ -195,7 +195,7 @@ def test_bytes_become_the_same_numbers(tmp_path: Path) -> None:
     tiny = make_lfm3(tmp_path, 3)
     media = [*random_media(rng), random_image(rng)]
     tower = tower_of(tiny)
-    for floats, kept in zip(prepared(tiny.vision, media), prepared(tiny.vision, media, keep_bytes=True)):
+    for floats, kept in zip(prepared(tiny.vision, media), prepared(tiny.vision, media, keep_bytes=True), strict=True):
         item: EncoderItem = kept.encoder_item
         assert item.patches.dtype == torch.uint8
         assert torch.equal(tower.as_floats(item.patches, kind=item.kind), floats.encoder_item.patches)
