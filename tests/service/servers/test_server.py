@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import itertools
 import os
-from collections.abc import Iterator
+import types
+from collections.abc import Coroutine, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,25 +98,46 @@ class Silent(FakeEngine):
         pass
 
 
+@types.coroutine
+def cancelled_at(suspension: int, steps: Coroutine[Any, Any, None]) -> Generator[Any, None, None]:
+    """Awaits a coroutine and cancels the task where the coroutine waits for this time, counted from 0."""
+    with contextlib.suppress(StopIteration):
+        waits_for = steps.send(None)
+        for number in itertools.count():
+            if number == suspension:
+                task = asyncio.current_task()
+                assert task is not None and task.cancel()
+            try:
+                yield waits_for
+            except asyncio.CancelledError as error:
+                waits_for = steps.throw(error)
+            else:
+                waits_for = steps.send(None)
+
+
 def test_a_stop_can_be_cancelled_at_any_point_and_called_again(tmp_path: Path) -> None:
     """As by a second signal, here while a call runs."""
     model = str(make_served(tmp_path / "model", vision=False).path)
 
-    async def twice(running: RunningServer, steps: int) -> None:
-        first = asyncio.create_task(running.server.stop(grace=0))
-        for _ in range(steps):
-            await asyncio.sleep(0)
-        first.cancel()
-        await asyncio.wait({first})
-        await running.server.stop(grace=0)
+    async def twice(running: RunningServer, suspension: int) -> bool:
+        async def first() -> None:
+            await cancelled_at(suspension, running.server.stop(grace=0))
 
-    for steps in range(60):
+        ended = asyncio.ensure_future(first())
+        await asyncio.wait({ended})
+        await running.server.stop(grace=0)
+        return ended.cancelled()
+
+    for suspension in itertools.count():
         running = RunningServer(model, engine=Silent(vocabulary=VOCAB))
         with connect(running.address) as stubs:
             call = stubs.inference.StreamGenerate(inference_pb2.StreamGenerateRequest(request=ask()))
             assert next(call).HasField("started")
-            running.run(twice(running, steps))
+            cancelled = running.run(twice(running, suspension))
         running.close()
+        if not cancelled:
+            break
+    assert suspension > 3
 
 
 def test_a_file_that_cannot_be_deleted_does_not_keep_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
