@@ -48,10 +48,7 @@ def on_the_host(model: str) -> Answers:
 @pytest.mark.parametrize(
     ("model", "options", "replayed"),
     [
-        *(
-            pytest.param(model, {"state_cache": "all"}, {"replays_decode", "replays_mixed"}, id=f"{model}-checkpoints")
-            for model in MODELS
-        ),
+        pytest.param("plain", {"state_cache": "all"}, {"replays_decode", "replays_mixed"}, id="plain-checkpoints"),
         pytest.param(
             "plain",
             {"state_cache": "auto", "speculative": "ngram", "draft_tokens": 2, "spec_state": "replay"},
@@ -60,9 +57,9 @@ def on_the_host(model: str) -> Answers:
         ),
         pytest.param(
             "delta",
-            {"state_cache": "auto", "speculative": "mtp", "draft_tokens": 2, "spec_state": "replay"},
-            {"replays_verify", "replays_mixed"},
-            id="delta-heads",
+            {"state_cache": "all", "speculative": "mtp", "draft_tokens": 2, "spec_state": "replay"},
+            {"replays_decode", "replays_verify", "replays_mixed"},
+            id="delta-checkpoints-heads",
         ),
     ],
 )
