@@ -103,7 +103,19 @@ class AsyncExchange:
             raise Cancelled("the call was cancelled between two attempts", request_id=self._request_id)
 
     async def do(self, function: Callable[[], T]) -> T:
-        return await asyncio.to_thread(function)
+        """The function's result. A cancellation takes effect when it is done, since it may use what the caller releases
+        then: a write to a closed file would be one to whatever has its descriptor."""
+        work = asyncio.ensure_future(asyncio.to_thread(function))
+        cancelled: asyncio.CancelledError | None = None
+        while not work.done():
+            try:
+                await asyncio.wait({work})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            work.exception()  # else asyncio would report it as never retrieved
+            raise cancelled
+        return work.result()
 
     @property
     def _ended(self) -> bool:

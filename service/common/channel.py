@@ -93,8 +93,9 @@ class Outbox:
                 self._queued += 1
                 self._queue.put((message, descriptors))
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="saccade-outbox", daemon=True)
-                    self._thread.start()
+                    thread = threading.Thread(target=self._run, name="saccade-outbox", daemon=True)
+                    thread.start()  # if there are no more threads, the next message tries again
+                    self._thread = thread
         if lost:
             _close(descriptors)
             self._on_lost(message)

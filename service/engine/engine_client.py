@@ -56,8 +56,9 @@ class EngineLink:
     def start(self, on_events: EventSink) -> None:
         """Events are delivered from the reader thread."""
         self._emit = on_events
-        self._reader = threading.Thread(target=self._read, name="saccade-engine-reader", daemon=True)
-        self._reader.start()
+        reader = threading.Thread(target=self._read, name="saccade-engine-reader", daemon=True)
+        reader.start()
+        self._reader = reader
 
     def submit(self, request: EngineRequest) -> None:
         """Sends the request. If the engine is dead, or there is no memory for the patches, the request gets an error
@@ -345,8 +346,16 @@ class SupervisedEngine:
             self.on_change(False)
         if time.monotonic() - self._started > STEADY:
             self._deaths = 0
-        self._restarter = threading.Thread(target=self._restart, name="saccade-supervisor", daemon=True)
-        self._restarter.start()
+        while not self._closing.is_set():
+            restarter = threading.Thread(target=self._restart, name="saccade-supervisor", daemon=True)
+            try:
+                restarter.start()
+            except RuntimeError as error:  # no more threads, which may pass
+                log.error("the engine cannot be started again yet: %s", error)
+                self._closing.wait(FIRST_PAUSE)
+            else:
+                self._restarter = restarter
+                return
 
     def _restart(self) -> None:
         dead = self._engine
@@ -360,11 +369,16 @@ class SupervisedEngine:
             except Exception as error:  # the cause may be temporary
                 if self._closing.is_set():
                     return
-                log.error("the engine did not start again (attempt %d of %d): %s", self._deaths, MAX_RESTARTS, error)
+                self._failed(error)
                 continue
             self._started = time.monotonic()
             with self._change:
-                engine.start(self._emit)  # before it gets requests, whose errors would otherwise be lost
+                try:
+                    engine.start(self._emit)  # before it gets requests, whose errors would otherwise be lost
+                except RuntimeError as error:  # no more threads
+                    self._failed(error)
+                    engine.close()
+                    continue
                 self._engine = engine
                 self.restarts += 1
                 dead.close()
@@ -374,3 +388,6 @@ class SupervisedEngine:
         log.critical("the engine died %d times in a row; it is not started again", self._deaths)
         self.given_up = True
         self.on_give_up()
+
+    def _failed(self, error: Exception) -> None:
+        log.error("the engine did not start again (attempt %d of %d): %s", self._deaths, MAX_RESTARTS, error)

@@ -174,7 +174,13 @@ class Hub:
         if self._draining:
             frontend.send(("drain",))
         thread = threading.Thread(target=self._read, args=(frontend,), name=f"saccade-frontend-{member}", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads: nobody would read its messages
+            process.kill()
+            process.wait()
+            frontend.close()
+            raise
         self._threads.append(thread)
 
     # -- messages ------------------------------------------------------------------------------------------------------
@@ -290,7 +296,7 @@ class Hub:
             try:
                 self._start_frontend(dead.member)
                 return
-            except OSError as error:  # for example too many open files, which may pass
+            except (OSError, RuntimeError) as error:  # for example too many open files or threads, which may pass
                 failures += 1
                 log.error("frontend %d cannot be started: %s", dead.member, error)
 

@@ -72,9 +72,9 @@ class HttpProcess:
         return str(Path(self._folder.name) / f"{member}.sock")
 
     async def started(self) -> None:
-        """Waits until the HTTP server serves. Raises ConfigError if it cannot start."""
+        """Waits until the HTTP server serves. Raises ConfigError if it cannot start. May be cancelled."""
         assert self.starting is not None
-        await self.starting
+        await asyncio.shield(self.starting)
 
     def tell(self, grpc_address: str) -> None:
         """Tells the process, and those that replace it, where clients reach gRPC; the playground shows it."""
@@ -202,6 +202,8 @@ async def http_beside(options: ServerOptions) -> AsyncIterator[HttpProcess | Non
     try:
         yield http
     finally:
+        if not http.starting.done():
+            await loop.run_in_executor(None, http.end, 0.0)
         with contextlib.suppress(ConfigError):
             await http.starting
         await loop.run_in_executor(None, http.join)

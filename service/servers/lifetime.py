@@ -98,12 +98,13 @@ async def until_stopped(
         await stop_when_told(server, stopping, options.grace)
         return
     try:
-        await http.started()
+        serves = await started(http.started(), stopping)
     except BaseException:
         await server.stop(grace=0)
         raise
-    http.tell(address)
-    announce(f"saccade http ready on {http.url}")
+    if serves:
+        http.tell(address)
+        announce(f"saccade http ready on {http.url}")
     await stop_when_told(_WithHttp(server, http, options.grace), stopping, options.grace)
 
 

@@ -18,6 +18,7 @@ from fake_server import Failure, Script
 
 import saccade
 from saccade import errors
+from saccade._transport.aio import AsyncExchange
 
 Code = grpc.StatusCode
 
@@ -265,3 +266,26 @@ def test_closing_from_one_loop_ends_the_calls_of_another(address: str, script: S
         asyncio.run(client.close())
         reading.result(20)
     assert script.ended.acquire(timeout=10)
+
+
+def test_a_file_that_is_written_is_not_closed_by_a_cancellation() -> None:
+    """Its descriptor may be that of another file by the time of the write."""
+
+    async def main() -> None:
+        connection: Any = None  # not used
+        writing, written = threading.Event(), threading.Event()
+
+        def write() -> None:
+            writing.set()
+            assert written.wait(30)
+
+        task = asyncio.create_task(AsyncExchange(connection).do(write))
+        await asyncio.to_thread(writing.wait, 30)
+        for _ in range(2):
+            task.cancel()
+            assert not (await asyncio.wait({task}, timeout=0.01))[0]
+        written.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())

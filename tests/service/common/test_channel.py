@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from descriptors import NO_MORE, limited_descriptors
+from threads import scarce_threads
 
 from service.common.channel import Outbox, receive_descriptor, receive_descriptors, send
 
@@ -39,6 +40,16 @@ def test_nobody_waits_for_a_reader_and_the_order_stays() -> None:
     outbox.put("last")
     outbox.close()
     assert theirs.recv() == "last" and not is_open(descriptor) and not is_open(other)
+
+
+def test_a_message_is_sent_once_there_is_a_thread_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = Pipe()
+    outbox = Outbox(ours)
+    with scarce_threads(monkeypatch, "saccade-outbox", 1), pytest.raises(RuntimeError, match="new thread"):
+        outbox.put(bytes(10**6))
+    outbox.put("last")
+    assert theirs.poll(10) and theirs.recv() == bytes(10**6) and theirs.recv() == "last"
+    outbox.close()
 
 
 def test_all_descriptors_of_a_message_arrive_or_none_stays_open() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from threads import scarce_threads
 
 from service.common.config import EngineOptions
 from service.engine import engine_client
@@ -130,3 +131,20 @@ def test_nothing_is_started_after_the_end(monkeypatch: pytest.MonkeyPatch) -> No
     watched.until(False)
     watched.engine.close()
     assert len(Engine.starts) == 1 and Engine.made[0].closed and watched.told == [False]
+
+
+def test_a_lack_of_threads_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the thread that starts another engine, and for those that read what it sends."""
+
+    class Unread(Engine):
+        def start(self, sink: Any) -> None:
+            if self.pid == 2:
+                raise RuntimeError("can't start new thread")
+            super().start(sink)
+
+    watched = Watched(monkeypatch, outcomes=[True, True], kind=Unread)
+    with scarce_threads(monkeypatch, "saccade-supervisor", 2):
+        Engine.made[0].die()
+        watched.until(False, True)
+    assert watched.engine.pid == 3 and [engine.closed for engine in Engine.made] == [True, True, False]
+    watched.engine.close()

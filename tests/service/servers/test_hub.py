@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+from threads import scarce_threads
 from waiting import until
 
 from decoder.sampling import SamplingParams
@@ -103,6 +104,20 @@ def test_a_frontend_whose_message_cannot_be_processed_is_replaced(hub: Hub, memb
     members.connections[1].send(("submit", EngineRequest("b", [1], SamplingParams(max_tokens=1))))
     until(lambda: engine.submitted == ["a", "b"])
     assert members.processes[1].poll() is None
+
+
+def test_a_frontend_without_a_thread_that_reads_is_started_again(
+    hub: Hub, members: Frontends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.start()
+    with scarce_threads(monkeypatch, "saccade-frontend-0", 1):
+        members.processes[0].kill()
+        members.connections[0].close()
+        until(lambda: len(members.processes) == 3)
+    assert members.processes[1].returncode == -signal.SIGKILL
+    engine: Any = hub.engine
+    members.connections[2].send(("submit", EngineRequest("a", [1], SamplingParams(max_tokens=1))))
+    until(lambda: engine.submitted == ["a"])
 
 
 def test_a_new_frontend_is_told_last_what_is_true(hub: Hub, members: Frontends) -> None:
