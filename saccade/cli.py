@@ -257,11 +257,15 @@ def _ask(options: argparse.Namespace) -> int:
 
 
 def _json_file(option: str, path: str) -> Any:
+    from saccade._core.images import file_content
+    from saccade._core.ranges import file_reason
+
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except OSError as error:
-        raise InvalidArgument(f"{option}: cannot read {path!r}: {error.strerror}") from error
+        text = file_content(path)
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"{option}: cannot read {path!r}: {file_reason(error)}") from error
+    try:
+        return json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{option}: {path!r} is not JSON: {error}") from error
 

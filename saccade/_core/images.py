@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 import struct
 import sys
 import zlib
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 else:
     ImageInput: TypeAlias = Any
 
+LARGEST = 2**31 - 1
+"""Bytes of a message of protobuf, and so of a file in one."""
 # PNG stores these modes unchanged.
 _PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
 # These are converted to others without loss of depth or transparency, by way of the modes listed, because Pillow's
@@ -136,12 +139,27 @@ def _from_path_or_url(text: str, name: str) -> types_pb2.Image:
         except ValueError as error:
             raise InvalidArgument(f"{name}: {error}") from error
     try:
-        with open(text, "rb") as file:
-            return types_pb2.Image(data=file.read())
+        return types_pb2.Image(data=file_content(text))
     except (OSError, ValueError) as error:
         raise InvalidArgument(
             f"{name}: cannot read {text!r}: {file_reason(error)}", reason="IMAGE_UNREADABLE"
         ) from error
+
+
+def file_content(path: str) -> bytes:
+    """The content of a file or a pipe. Raises OSError, and ValueError for a device, such as /dev/zero, and for what has
+    more bytes than any message."""
+    with open(path, "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+            raise ValueError("it is a device, expected a file or a pipe")
+        pieces, size = [], 0
+        while piece := file.read(2**20):
+            pieces.append(piece)
+            size += len(piece)
+            if size > LARGEST:
+                raise ValueError(f"it has more than {LARGEST} bytes, the largest size of a message")
+        return b"".join(pieces)
 
 
 def is_pillow(value: Any) -> bool:

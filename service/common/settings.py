@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from service.common.config import ConfigError, EngineOptions, HttpFrontOptions, ServerOptions
+from service.common.small_files import read_small
 
 ENV_PREFIX = "SACCADE_"
 # Variables of the SDK, which have the same prefix.
@@ -229,7 +230,7 @@ def _is_injected(variable: str, raw: str) -> bool:
 
 def _read_file(path: Path, names: set[str]) -> dict[str, Any]:
     try:
-        values = tomllib.loads(path.read_text("utf-8"))
+        values = tomllib.loads(read_small(path).decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not TOML or UTF-8, a number too long, nested too deep

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ipaddress
 import socket
 import ssl
-from pathlib import Path
 from typing import NamedTuple
 
 from service.common.config import ConfigError, HttpFrontOptions, ServerOptions
+from service.common.small_files import read_small
 
 
 class TlsFiles(NamedTuple):
@@ -62,7 +62,7 @@ def is_loopback(host: str, name: str) -> bool:
 def read_pem(path: str, name: str) -> bytes:
     """Reads the file that the option `name` names. Raises ConfigError."""
     try:
-        return Path(path).read_bytes()
+        return read_small(path)
     except OSError as error:
         raise ConfigError(f"{name}: {path}: {error.strerror}") from None
 

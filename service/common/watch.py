@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from service.common.config import ConfigError
+from service.common.small_files import read_small
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class Watched(Generic[T]):
         return [(s.st_mtime_ns, s.st_size, s.st_ino) for s in (os.stat(path) for path in self._paths)]
 
     def _load(self) -> T:
-        return self._parse([path.read_bytes() for path in self._paths])
+        return self._parse([read_small(path) for path in self._paths])
 
     def current(self) -> T:
         """The value for the current files; takes one stat call per file."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import os
 import pathlib
+import threading
 
 import numpy
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from saccade import errors
+from saccade._core import images
 from saccade._core.images import image_message, image_messages
 
 
@@ -159,6 +162,28 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: pathlib.Path) -> None:
         with pytest.raises(errors.InvalidArgument, match=rf"images\[1\]: cannot read the .*{words}") as caught:
             image_messages([b"x", image])  # type: ignore[list-item]
         assert caught.value.reason == "IMAGE_UNREADABLE"
+
+
+def test_a_file_without_an_end_is_not_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(errors.InvalidArgument, match=r"images\[0\]: cannot read '/dev/zero': it is a device") as caught:
+        image_messages(["/dev/zero"])
+    assert caught.value.reason == "IMAGE_UNREADABLE"
+    monkeypatch.setattr(images, "LARGEST", 3 * 2**20)
+    os.mkfifo(tmp_path / "pipe")
+
+    def write(count: int) -> None:
+        with contextlib.suppress(BrokenPipeError), open(tmp_path / "pipe", "wb") as pipe:
+            pipe.write(bytes(count))
+
+    for count in (3 * 2**20, 3 * 2**20 + 1):
+        writer = threading.Thread(target=write, args=(count,))
+        writer.start()
+        if count <= 3 * 2**20:
+            assert image_message(tmp_path / "pipe").data == bytes(count)
+        else:
+            with pytest.raises(errors.InvalidArgument, match="it has more than 3145728 bytes"):
+                image_message(tmp_path / "pipe")
+        writer.join()
 
 
 def test_a_path_may_give_bytes(tmp_path: pathlib.Path) -> None:

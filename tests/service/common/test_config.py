@@ -18,6 +18,8 @@ from service.common.config import (
     ServerOptions,
 )
 from service.common.settings import add_arguments, from_keywords, parse_size, parse_value, resolve
+from service.common.tls import read_pem
+from service.common.watch import Watched
 
 
 def parse(*argv: str, env: dict[str, str] | None = None) -> ServerOptions:
@@ -246,6 +248,16 @@ def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
     file.write_bytes(b'model = "\xe9"\n')
     with pytest.raises(ConfigError, match=f"^config file {file}: 'utf-8' codec can't decode"):
         parse("--config", str(file))
+
+
+def test_a_file_without_an_end_is_not_read() -> None:
+    """By any option: those of TLS and API keys are read in the same way."""
+    with pytest.raises(ConfigError, match="^config file /dev/zero: it has more than 16777216 bytes"):
+        parse("--config", "/dev/zero")
+    with pytest.raises(ConfigError, match="api_keys: cannot read /dev/zero: it has more than 16777216 bytes"):
+        Watched("api_keys", ["/dev/zero"], lambda contents: contents)
+    with pytest.raises(ConfigError, match="tls_key: /dev/zero: it has more than 16777216 bytes"):
+        read_pem("/dev/zero", "tls_key")
 
 
 def test_keywords_of_the_local_client() -> None:
