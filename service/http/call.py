@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 PASSED = ("authorization", "x-api-key", "traceparent", "tracestate")
 """Headers that are passed to gRPC servers as metadata."""

@@ -20,7 +20,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from service.common.config import HttpFrontOptions
-from service.http.call import Application, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 
@@ -129,11 +128,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             raise ConnectionAbortedError  # stops the parser
         super().on_headers_complete()
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        if cycle.scope["http_version"] == "1.0":
-            app = _without_chunks(app, cycle)
-        super()._start_asgi_task(cycle, app)
+        if self.parser.get_http_version() == "1.0":
+            _send_without_chunks(self.cycle)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -179,23 +175,19 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def _without_chunks(app: Application, cycle: RequestResponseCycle) -> Application:
-    """The application for a client of HTTP/1.0, which knows no chunks: the end of a body without `content-length` is
-    that of the connection (RFC 9112, 6.1 and 6.3)."""
+def _send_without_chunks(cycle: RequestResponseCycle) -> None:
+    """For a client of HTTP/1.0, which knows no chunks: the end of a body without `content-length` is that of the
+    connection (RFC 9112, 6.1 and 6.3)."""
+    plain, unknown = cycle.send, False
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        unknown = False
+    async def send(message: Any) -> None:
+        nonlocal unknown
+        if message["type"] == "http.response.start":
+            unknown = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            if unknown:
+                cycle.chunked_encoding = False
+        elif unknown:  # uvicorn compares each piece with what is left of the body
+            cycle.expected_content_length = len(message.get("body", b""))
+        await plain(message)
 
-        async def sent(message: Scope) -> None:
-            nonlocal unknown
-            if message["type"] == "http.response.start":
-                unknown = all(name.lower() != b"content-length" for name, _ in message["headers"])
-                if unknown:
-                    cycle.chunked_encoding = False
-            elif unknown:  # uvicorn compares each piece with what is left of the body
-                cycle.expected_content_length = len(message.get("body", b""))
-            await send(message)
-
-        await app(scope, receive, sent)
-
-    return answer
+    cycle.send = send  # type: ignore[method-assign]
