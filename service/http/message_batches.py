@@ -58,12 +58,10 @@ class MessageBatch(Strict):
 async def create(call: HttpCall) -> None:
     """Starts a batch of messages."""
     as_anthropic(call)
-    body = validated(MessageBatch, await call.json())
-    rows = await beside(call.held, _rows, body)
+    rows, count = await beside(call.held, _rows, await call.json())
     header = batch_pb2.BatchHeader(
-        request_id=call.request_id, size_bytes=len(rows), input_name=MESSAGES,
-        metadata={"requests": str(len(body.requests))},
-    )  # fmt: skip
+        request_id=call.request_id, size_bytes=len(rows), input_name=MESSAGES, metadata={"requests": str(count)}
+    )
 
     def parts() -> Iterator[batch_pb2.CreateBatchRequest]:
         yield batch_pb2.CreateBatchRequest(header=header)
@@ -73,8 +71,10 @@ async def create(call: HttpCall) -> None:
     await call.respond(_object(batch_from(made.batch)))
 
 
-def _rows(body: MessageBatch) -> bytes:
-    """The batch's input. Raises InvalidArgument for whatever would make the batch fail as a whole."""
+def _rows(document: Any) -> tuple[bytes, int]:
+    """The batch's input, and the number of its rows. Raises InvalidArgument for whatever would make the batch fail as a
+    whole."""
+    body = validated(MessageBatch, document)
     lines, places = [], dict[str, int]()
     for i, request in enumerate(body.requests):
         name = f"requests[{i}]"
@@ -94,7 +94,7 @@ def _rows(body: MessageBatch) -> bytes:
             raise InvalidArgument(f"{name}.params: {told['message']}", field=f"{name}.params") from None
         row = {"custom_id": request.custom_id, "method": "POST", "url": URL, "body": _body(chat)}
         lines.append(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
-    return b"".join(lines)
+    return b"".join(lines), len(lines)
 
 
 def _body(chat: Any) -> dict[str, Any]:
