@@ -67,8 +67,8 @@ class WorkSource(Protocol):
 
 
 class LocalEncoder:
-    """The encoder runner in this process. It works when its caller calls `run_time_slice`, or with `own_thread` in a
-    thread of its own; on a GPU in either case on its own stream, concurrently with the decoder's."""
+    """The encoder runner in this process. It works in calls of `run_time_slice` or `run`, or with `own_thread` in a
+    thread of its own; on a GPU in any case on its own stream, concurrently with the decoder's."""
 
     def __init__(
         self, runner: EncoderRunner, handoff: WorkSource, *, step_tokens: int | None = None, own_thread: bool = False,
@@ -88,7 +88,7 @@ class LocalEncoder:
 
     def start(self, on_fatal: Callable[[BaseException], None]) -> None:
         if self._own_thread:
-            self._thread = threading.Thread(target=self._loop, args=(on_fatal,), name="saccade-encoder", daemon=True)
+            self._thread = threading.Thread(target=self.run, args=(on_fatal,), name="saccade-encoder", daemon=True)
             self._thread.start()
 
     def run_time_slice(self) -> bool:
@@ -113,18 +113,23 @@ class LocalEncoder:
         if self._thread is None:  # its counters change while it runs
             self.runner.check_integrity()
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Makes `run` return after the current time slice. Idempotent; may be called from any thread."""
         self._closing.set()
         self._wake.set()
+
+    def close(self) -> None:
+        self.stop()
         if self._thread is not None:
             self._thread.join()
         self.runner.close()
 
-    def _loop(self, on_fatal: Callable[[BaseException], None]) -> None:
+    def run(self, on_fatal: Callable[[BaseException], None]) -> None:
+        """Works until `stop`. `on_fatal`: see `start`."""
         try:
             while True:
                 self._wake.clear()
-                # Checked after `clear`, otherwise a call to `close` in between would be missed.
+                # Checked after `clear`, otherwise a call to `stop` in between would be missed.
                 if self._closing.is_set():
                     return
                 if not self._launch():

@@ -105,8 +105,8 @@ def build_engine(options: EngineOptions) -> Engine:
 def local_encoder(
     options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec, handoff: Handoff, *, shared: bool = False
 ) -> LocalEncoder:
-    """The encoder in this process. On a GPU it has a thread; on a CPU the engine's loop calls it between decoder steps,
-    for short time slices if the thread is `shared` with a decoder."""
+    """The encoder in this process. `shared`: with a decoder. Then it has a thread of its own on a GPU; on a CPU the
+    engine's loop calls it between decoder steps, for short time slices. Otherwise its caller's thread runs it."""
     on_gpu = torch.device(resolve_device(options)).type != "cpu"
     if on_gpu and options.encoder_time_slice is not None:
         log.warning(
@@ -116,7 +116,7 @@ def local_encoder(
     time_slice = TIME_SLICE_SECONDS if options.encoder_time_slice is None else options.encoder_time_slice
     return LocalEncoder(
         _encoder_runner(options, checkpoint, vision), handoff, step_tokens=step_tokens(options, vision),
-        own_thread=on_gpu, time_slice=time_slice if shared and not on_gpu else None,
+        own_thread=shared and on_gpu, time_slice=time_slice if shared and not on_gpu else None,
     )  # fmt: skip
 
 

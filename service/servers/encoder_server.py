@@ -54,7 +54,6 @@ class EncoderThread:
         """Raises ConfigError or CheckpointError. `checkpoint`: the options' model, if it is already open. `on_death` is
         called once, from the thread, if the encoder fails."""
         self._built: Future[tuple[LocalEncoder, Handoff, Partner]] = Future()
-        self._wake, self._closing = threading.Event(), threading.Event()
         self._on_death = on_death
         self.failure: BaseException | None = None
         self._thread = threading.Thread(
@@ -62,11 +61,6 @@ class EncoderThread:
         )
         self._thread.start()
         self.encoder, self.handoff, self.partner = self._built.result()
-
-    def wake(self) -> None:
-        """To be called when the handoff has changed."""
-        self._wake.set()
-        self.encoder.wake()
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -77,8 +71,7 @@ class EncoderThread:
 
     def close(self) -> None:
         """Stops after the current batch. Idempotent."""
-        self._closing.set()
-        self._wake.set()
+        self.encoder.stop()
         self._thread.join()
 
     def _main(self, options: EngineOptions, checkpoint: Checkpoint | None) -> None:
@@ -89,16 +82,7 @@ class EncoderThread:
             return
         self._built.set_result(built)
         encoder = built[0]
-        encoder.start(self._fail)
-        try:
-            while True:
-                self._wake.clear()
-                if self._closing.is_set():
-                    break
-                if not encoder.run_time_slice():
-                    self._wake.wait()
-        except BaseException as error:  # a bug: no more images are encoded
-            self._fail(error)
+        encoder.run(self._fail)
         encoder.close()
 
     def _fail(self, error: BaseException) -> None:
@@ -138,7 +122,7 @@ class EncoderServer:
         )  # fmt: skip
 
         def on_change() -> None:
-            thread.wake()
+            thread.encoder.wake()
             with contextlib.suppress(RuntimeError):  # the loop may be closed at the end
                 loop.call_soon_threadsafe(servicer.poll)
 

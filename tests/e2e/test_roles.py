@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -512,11 +512,11 @@ def test_an_encoder_that_fails_does_not_wait_for_images_that_it_will_not_encode(
 ) -> None:
     """Its decoders send them to others as soon as it has ended."""
 
-    def fail() -> bool:
+    def fail(*_: object) -> NoReturn:
         raise RuntimeError("broken")
 
     with RunningEncoder(str(model), grace=3600.0) as broken, Pool(model, broken) as pool:
-        monkeypatch.setattr(broken.thread.encoder, "run_time_slice", fail)
+        monkeypatch.setattr(broken.thread.handoff, "take", fail)
         lease = pool.lease(pool.image(1))
         until(lambda: broken.thread.failure is not None)
         broken.run(asyncio.wait_for(broken.server.stop(), 30))
