@@ -1,10 +1,13 @@
-"""The events of a step as the engine process sends them to a frontend process.
+"""The events of a step, and answers to queries, as the engine process sends them to a frontend process.
 
 Control messages are pickled by `multiprocessing.connection`, which is safe because both ends are processes of this
 program on a socket pair without an address. The patches of each image lie in a sealed memory file, whose descriptor is
 sent after the message (`EngineRequest.packed`); only the engine maps it."""
 
 from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
 
 from service.engine.types import EngineEvent
 
@@ -39,3 +42,9 @@ def unpack_events(packed: PackedEvents) -> list[EngineEvent]:
     for place, moment in scheduled:
         plain[place] = plain[place]._replace(scheduled=moment)
     return plain + others
+
+
+def answer(number: int, future: Future[dict[str, Any]]) -> tuple[str, int, dict[str, Any] | None, str | None]:
+    """The message with the result of query `number`, which is done, or with its error."""
+    error = future.exception()
+    return "answer", number, None if error else future.result(), repr(error) if error else None

@@ -55,10 +55,8 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
             connection.send(message)
 
     def answer(number: int, future: Future[dict[str, Any]]) -> None:
-        error = future.exception()
-        if isinstance(error, EngineDied):
-            return  # the other side is told by the end of the connection
-        send(("answer", number, None if error else future.result(), repr(error) if error else None))
+        if not isinstance(future.exception(), EngineDied):  # the other side is told by the end of the connection
+            send(wire.answer(number, future))
 
     def receive() -> None:
         try:

@@ -224,7 +224,7 @@ class Hub:
                     self._owners.pop(name, None)
                 self.engine.abort(name)
             case ("query", number, what):
-                self.engine.query(what).add_done_callback(lambda future: _answer(frontend, number, future))
+                self.engine.query(what).add_done_callback(lambda future: frontend.send(wire.answer(number, future)))
             case ("cancel", number, salt, request_id):
                 others = [other for other in list(self._frontends.values()) if other is not frontend]
                 self._cancel(frontend, number, (salt, request_id), others)
@@ -327,11 +327,6 @@ class Hub:
         for thread in self._threads:
             thread.join()
         self.engine.close()
-
-
-def _answer(frontend: _Frontend, number: int, future: Future[dict[str, Any]]) -> None:
-    error = future.exception()
-    frontend.send(("answer", number, None if error else future.result(), repr(error) if error else None))
 
 
 def share(options: ServerOptions, member: int, port: int) -> ServerOptions:
