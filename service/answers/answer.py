@@ -51,7 +51,7 @@ class Answer:
         """`arrived`: when the request arrived, by `time.monotonic`."""
         self.prompt_scores: Sequence[PromptLogprob] = ()
         self._spec, self._prompt, self._params, self._assets, self._info = spec, prompt, params, assets, info
-        self._arrived, self._clock = arrived, Clock(arrived)
+        self._clock = Clock(arrived)
         continued = spec.input.continued_text if isinstance(spec.input, ChatInput) else ""
         self._phase = phase_of(prompt.ids, assets, continued=bool(continued.strip()))
         use = tool_use(spec)
@@ -104,7 +104,7 @@ class Answer:
 
     def _left(self, timeout: float | None) -> float | None:
         """The seconds that are left of a timeout that began when the request arrived."""
-        return None if timeout is None else timeout - (time.monotonic() - self._arrived)
+        return None if timeout is None else timeout - (time.monotonic() - self._clock.arrived)
 
     def replay(self) -> None:
         """Brings the sample to the state after the tokens that the client has already received."""

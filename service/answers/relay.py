@@ -144,21 +144,22 @@ class Clock:
     """Times of one request, in seconds since its arrival."""
 
     def __init__(self, arrived: float) -> None:
-        self._arrived = arrived
+        self.arrived = arrived
+        """By `time.monotonic`."""
         self._scheduled: float | None = None
         self.first_token = self.last_token = 0.0
 
     @property
     def queue(self) -> float:
         """Seconds until the request's first step was scheduled, or until now if there is none yet."""
-        return max(0.0, (time.monotonic() if self._scheduled is None else self._scheduled) - self._arrived)
+        return max(0.0, (time.monotonic() if self._scheduled is None else self._scheduled) - self.arrived)
 
     def tick(self, events: list[EngineEvent]) -> None:
         for event in events:
             if self._scheduled is None:
                 self._scheduled = event.scheduled
             if event.token_id is not None:
-                self.last_token = time.monotonic() - self._arrived
+                self.last_token = time.monotonic() - self.arrived
                 self.first_token = self.first_token or self.last_token
 
 
