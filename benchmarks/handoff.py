@@ -45,7 +45,7 @@ from service.commands.server_process import ServerProcess
 from service.common.config import EngineOptions
 from service.encoding.encoder import Encoding
 from service.encoding.handoff import Handoff
-from service.engine.build import connect_encoders, encoder_process, local_encoder
+from service.engine.build import connect_encoders, local_encoder, start_encoder_process
 from service.engine.engine_client import EngineProcess
 from service.engine.types import EngineEvent, EngineRequest
 from service.media.prepared import PreparedItem
@@ -227,7 +227,7 @@ class Bench:
         self._changed = threading.Event()
         make: dict[str, Callable[[], Encoding]] = {
             "turns": lambda: local_encoder(options, checkpoint, vision, self.handoff),
-            "process": lambda: encoder_process(options, vision, self.handoff),
+            "process": lambda: start_encoder_process(options, vision, self.handoff),
             "remote": lambda: connect_encoders(options, checkpoint, vision, self.handoff),
         }
         torch.set_num_threads(options.threads or 1)

@@ -78,7 +78,7 @@ def build_engine(options: EngineOptions) -> Engine:
         if options.role == "decoder":
             encoding = connect_encoders(options, checkpoint, vision, handoff)
         elif options.encoder_process:
-            encoding = encoder_process(options, vision, handoff)
+            encoding = start_encoder_process(options, vision, handoff)
         else:
             encoding = local_encoder(options, checkpoint, vision, handoff, shared=True)
     release_freed_memory()
@@ -165,7 +165,7 @@ def connect_encoders(
     return EncoderPool(handoff, links, lease=options.encoder_lease, step_tokens=step_tokens(options, vision))
 
 
-def encoder_process(options: EngineOptions, vision: VisionSpec, handoff: Handoff) -> EncoderPool:
+def start_encoder_process(options: EngineOptions, vision: VisionSpec, handoff: Handoff) -> EncoderPool:
     """Starts the encoder in another process on this host. Raises ConfigError with that process's message."""
     from service.encoding.process_link import ProcessLink
 
@@ -175,7 +175,8 @@ def encoder_process(options: EngineOptions, vision: VisionSpec, handoff: Handoff
 
 
 def encoder_of_process(options: EngineOptions, source: WorkSource) -> LocalEncoder:
-    """Builds the encoder inside the encoder process. It has no thread of its own on any device: its caller runs it."""
+    """Builds the encoder in the process that `start_encoder_process` has started. It has no thread of its own on any
+    device: its caller runs it."""
     use_processor(options)
     checkpoint = checkpoint_of(options)
     vision = resolve_vision(options, checkpoint)

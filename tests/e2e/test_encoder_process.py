@@ -33,7 +33,7 @@ from service.encoding.entries import EncoderUnavailable, Work
 from service.encoding.handoff import Handoff
 from service.encoding.process_link import ProcessLink
 from service.encoding.segments import SegmentPool, create_segment, open_segment, rounded
-from service.engine.build import encoder_process
+from service.engine.build import start_encoder_process
 from service.model.checkpoint import open_checkpoint
 from service.model.resolve import resolve_vision
 
@@ -133,9 +133,9 @@ def test_shared_memory_that_holds_no_image_is_refused(
     handoff = Handoff(1 << 20, vision.text_hidden_size, torch.float32)
     large = dataclasses.replace(vision, min_num_patches=1 << 14, max_num_patches=1 << 15)
     with pytest.raises(ConfigError, match=r"encoder_segment_bytes: 262144 .* at least (\d+) would work") as caught:
-        encoder_process(options, large, handoff)
+        start_encoder_process(options, large, handoff)
     least = int(str(caught.value).split()[-3])
-    encoder_process(dataclasses.replace(options, encoder_segment_bytes=least), large, handoff).close()
+    start_encoder_process(dataclasses.replace(options, encoder_segment_bytes=least), large, handoff).close()
     assert " INFO " not in capfd.readouterr().err
 
 
@@ -146,7 +146,7 @@ def test_shared_memory_that_is_full_is_one_images_error(
     vision = resolve_vision(options, open_checkpoint(options.model))
     assert vision is not None
     handoff = Handoff(1 << 20, vision.text_hidden_size, torch.float32)
-    pool = encoder_process(options, vision, handoff)
+    pool = start_encoder_process(options, vision, handoff)
     changed = threading.Condition()
 
     def on_change() -> None:
