@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from encoder.media_limits import ImageError, ImageHeader, ImageLimits
+from encoder.media_limits import ImageError, ImageHeader
 from service.common import errors
 from service.media.arriving import ArrivingFile, disk_trouble
 
@@ -52,21 +52,23 @@ class Media:
 class Spool:
     """The uploaded files of all tenants."""
 
+    _incoming_name = "incoming"
+
     def __init__(
-        self, directory: Path, capacity: int, ttl: float, limits: ImageLimits, clock: Callable[[], float] = time.time,
-        tenant_capacity: int | None = None, incoming: str = "incoming",
-        describe: Callable[[bytes], ImageHeader] | None = None,
+        self, directory: Path, capacity: int, ttl: float, max_bytes: int, describe: Callable[[bytes], ImageHeader],
+        clock: Callable[[], float] = time.time, tenant_capacity: int | None = None,
     ) -> None:  # fmt: skip
-        """Loads the files that an earlier run has left in `directory`. `capacity`, `tenant_capacity`: bytes of all
-        tenants together and of each. `ttl`: seconds that a file is kept after its last upload. `describe`: reads the
-        header of a file; None: headers are read in this process, and only those of images."""
-        self.describe = describe or functools.partial(_header, limits=limits)
+        """Loads the files that an earlier run has left in `directory`. `capacity`, `tenant_capacity`, `max_bytes`:
+        bytes of all tenants together, of each tenant, and of a file. `ttl`: seconds that a file is kept after its last
+        upload. `describe`: reads the header of a file; raises ImageError for a file that is not accepted."""
+        self.describe = describe
         self._tenant_capacity = capacity if tenant_capacity is None else tenant_capacity
-        self._directory, self._capacity, self._ttl, self._limits, self._clock = directory, capacity, ttl, limits, clock
+        self._directory, self._capacity, self._ttl, self._clock = directory, capacity, ttl, clock
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._media: dict[tuple[str, str], Media] = {}
         self._reserved: Counter[str] = Counter()
-        self._incoming = directory / incoming
+        self._incoming = directory / self._incoming_name
         self._incoming.mkdir(parents=True, exist_ok=True, mode=0o700)
         for part in self._incoming.iterdir():
             part.unlink()
@@ -127,9 +129,9 @@ class Spool:
         ResourceExhausted."""
         if size < 1:
             raise errors.InvalidArgument(f"size_bytes is {size}; it must be at least 1", field="header.size_bytes")
-        if size > self._limits.max_bytes:
+        if size > self._max_bytes:
             raise errors.InvalidArgument(
-                f"size_bytes is {size}; at most {self._limits.max_bytes} are allowed",
+                f"size_bytes is {size}; at most {self._max_bytes} are allowed",
                 field="header.size_bytes", reason="IMAGE_TOO_LARGE",
             )  # fmt: skip
         self.sweep()
@@ -240,7 +242,7 @@ class SharedSpool(Spool):
     def __init__(self, *arguments: Any, member: int, members: int, **keywords: Any) -> None:
         """`member`: the number of this process, from 0 to `members` - 1."""
         self._member, self._members = member, members
-        keywords["incoming"] = f"incoming-{member}"
+        self._incoming_name = f"incoming-{member}"
         super().__init__(*arguments, **keywords)
 
     def _adopt(self) -> None:
@@ -347,12 +349,6 @@ def tenant_folder(salt: bytes) -> str:
 
 def _full(message: str, retry_after: float | None = None) -> errors.ResourceExhausted:
     return errors.ResourceExhausted(message, reason="MEDIA_SPOOL_FULL", quota="media_bytes", retry_after=retry_after)
-
-
-def _header(data: bytes, limits: ImageLimits) -> ImageHeader:
-    from encoder.images import read_header  # imported here because it needs Pillow and numpy
-
-    return read_header(data, limits)
 
 
 _disk = functools.partial(disk_trouble, "the media spool", _full)

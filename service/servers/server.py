@@ -110,7 +110,7 @@ class Server:
             )  # fmt: skip
             self._door = Door(self._guard, self.budget, self.metrics, access, door_limits(options, engine.info.max_len))
             self.spool = self._ends.enter_context(
-                open_spool(options, limits.media.file.frame, self.image_pool.describe, member)
+                open_spool(options, limits.media.file.max_bytes, self.image_pool.describe, member)
             )
             self.frontend.resolve = media_resolver(self.spool, fetcher)
             self._batch_store = self._ends.enter_context(open_batch_store(options))

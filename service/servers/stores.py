@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from encoder.media_limits import ImageHeader, ImageLimits
+from encoder.media_limits import ImageHeader
 from service.batches.batch_store import BatchStore
 from service.common.config import ConfigError, ServerOptions
 from service.common.folders import OwnedFolder, locked
@@ -17,9 +17,9 @@ from service.servers.preflight import check_batches
 
 @contextlib.contextmanager
 def open_spool(
-    options: ServerOptions, limits: ImageLimits, describe: Callable[[bytes], ImageHeader], member: int | None
+    options: ServerOptions, max_bytes: int, describe: Callable[[bytes], ImageHeader], member: int | None
 ) -> Iterator[Spool]:
-    """The uploads. `limits`, `describe`: as for `Spool`. `member`: the number of this process if several frontend
+    """The uploads. `max_bytes`, `describe`: as for `Spool`. `member`: the number of this process if several frontend
     processes share the folder, which none of them locks. Raises ConfigError if the folder cannot be used."""
     kind: Callable[..., Spool] = Spool
     if member is not None:
@@ -27,8 +27,8 @@ def open_spool(
     with _folder(options, "media_dir", lock=member is None) as folder:
         with _config_error("media_dir", folder):
             spool = kind(
-                folder, options.media_bytes, options.media_ttl, limits, tenant_capacity=options.media_tenant_bytes,
-                describe=describe,
+                folder, options.media_bytes, options.media_ttl, max_bytes, describe,
+                tenant_capacity=options.media_tenant_bytes,
             )  # fmt: skip
         yield spool
 

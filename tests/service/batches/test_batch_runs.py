@@ -9,7 +9,7 @@ import pytest
 from clock import Clock
 from images import png
 
-from encoder.media_limits import ImageLimits
+from encoder.images import read_header
 from service.batches.batch_runs import Uploaded
 from service.common import errors
 from service.common.auth import Tenant
@@ -26,7 +26,7 @@ def put(spool: Spool, data: bytes) -> str:
 
 def test_media_are_renewed_however_a_row_names_them(tmp_path: Path) -> None:
     clock = Clock()
-    spool = Spool(tmp_path / "spool", 10**6, 100.0, ImageLimits(), clock)
+    spool = Spool(tmp_path / "spool", 10**6, 100.0, 10**6, read_header, clock)
     by_url, by_field, in_capitals, across, unused = (put(spool, png(i)) for i in range(5))
     source, block = tmp_path / "in.jsonl", 2**20
     text = f'{{"url": "media:{by_url}"}}\n{{"media_id": "{by_field}"}}\n{{"url": "Media:{in_capitals}"}}\n'
@@ -45,7 +45,7 @@ def test_a_line_as_long_as_the_file_is_not_held(tmp_path: Path) -> None:
     """An input is searched before it is checked."""
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"x" * 2**26)
-    uploaded = Uploaded(Spool(tmp_path / "spool", 10**6, 100.0, ImageLimits()), TENANT)
+    uploaded = Uploaded(Spool(tmp_path / "spool", 10**6, 100.0, 10**6, read_header), TENANT)
     tracemalloc.start()
     try:
         uploaded.keep(source)

@@ -405,7 +405,7 @@ def test_uploads_outlive_a_start_without_workers(tmp_path: Path, monkeypatch: py
     (tmp_path / "anyone" / media_id).write_bytes(data)
     with monkeypatch.context() as machine:
         machine.setattr(sys, "executable", "/bin/false")
-        spool = Spool(tmp_path, 10**6, 100.0, ImageLimits(), describe=pool.describe)
+        spool = Spool(tmp_path, 10**6, 100.0, 10**6, pool.describe)
         assert spool.read("anyone", media_id) == data
         with pytest.raises(errors.Unavailable, match="no process to decode"):
             spool.get("anyone", media_id)

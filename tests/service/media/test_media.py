@@ -12,14 +12,15 @@ import pytest
 from clock import Clock
 from images import png
 
-from encoder.media_limits import ImageError, ImageHeader, ImageLimits
+from encoder.images import read_header
+from encoder.media_limits import ImageError, ImageHeader
 from service.common import errors
 from service.media.arriving import MAX_CHUNK
 from service.media.media import Media, SharedSpool, Spool
 
 
 def make(path: Path, capacity: int = 10**6, clock: Clock | None = None) -> Spool:
-    return Spool(path, capacity, 100.0, ImageLimits(max_bytes=10**5), clock or Clock(1.7e9))
+    return Spool(path, capacity, 100.0, 10**5, read_header, clock or Clock(1.7e9))
 
 
 def put(spool: Spool, data: bytes, tenant: str = "t", step: int = 1000) -> Media:
@@ -99,7 +100,7 @@ def test_refusals(tmp_path: Path) -> None:
 def test_uploads_of_one_tenant_share_its_part(tmp_path: Path) -> None:
     """Two concurrent uploads cannot each take the rest; another tenant has its own share, and all share the total."""
     clock = Clock(1.7e9)
-    spool = Spool(tmp_path, 5000, 100.0, ImageLimits(max_bytes=10**5), clock, tenant_capacity=2000)
+    spool = Spool(tmp_path, 5000, 100.0, 10**5, read_header, clock, tenant_capacity=2000)
     with spool.upload("a", 1500):
         with pytest.raises(errors.ResourceExhausted, match="your uploads fill 1500 of 2000 bytes") as full:
             with spool.upload("a", 501):
@@ -148,7 +149,7 @@ def test_frontends_share_their_files(tmp_path: Path) -> None:
 
     def member(number: int) -> SharedSpool:
         return SharedSpool(
-            tmp_path, 10**6, 100.0, ImageLimits(max_bytes=10**5), clock, member=number, members=2
+            tmp_path, 10**6, 100.0, 10**5, read_header, clock, member=number, members=2
         )  # fmt: skip
 
     one, other = member(0), member(1)
@@ -186,7 +187,7 @@ def test_the_limits_of_frontends_hold_after_restarts(tmp_path: Path) -> None:
 
     def member(number: int) -> SharedSpool:
         return SharedSpool(
-            tmp_path, sum(sizes[:3]) + 1, 100.0, ImageLimits(max_bytes=10**5), clock, sum(sizes[:2]) + 1,
+            tmp_path, sum(sizes[:3]) + 1, 100.0, 10**5, read_header, clock, sum(sizes[:2]) + 1,
             member=number, members=2,
         )  # fmt: skip
 
@@ -219,8 +220,7 @@ def test_an_upload_of_a_frontend_that_was_killed_counts_until_it_is_replaced(tmp
     clock = Clock(1.7e9)
 
     def member(number: int, members: int = 2) -> SharedSpool:
-        limits = ImageLimits(max_bytes=10**5)
-        return SharedSpool(tmp_path, 1000, 100.0, limits, clock, member=number, members=members)
+        return SharedSpool(tmp_path, 1000, 100.0, 10**5, read_header, clock, member=number, members=members)
 
     one, other = member(0), member(1)
     killed = other.upload("t", 900)
@@ -273,9 +273,9 @@ def test_a_restart_deletes_no_upload_because_it_cannot_be_read(tmp_path: Path, s
             raise ImageError("decoding took longer than the allowed 20 s")
         return ImageHeader("PNG", 20, 30, "RGB")
 
-    arguments = (tmp_path, 10**6, 100.0, ImageLimits(max_bytes=10**5), clock)
+    arguments = (tmp_path, 10**6, 100.0, 10**5, describe, clock)
     members = {"member": 0, "members": 2} if shared else {}
-    second = (SharedSpool if shared else Spool)(*arguments, describe=describe, **members)
+    second = (SharedSpool if shared else Spool)(*arguments, **members)
     assert second.used_bytes == second.size("t", media.media_id) == len(data)
     assert second.read("t", media.media_id) == data
     with pytest.raises(errors.InvalidArgument, match="allowed 20 s") as refused:
