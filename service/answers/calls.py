@@ -20,7 +20,7 @@ from service.common.limits import Places
 from service.common.types import Delta, Embedded, Event, Finished, GenerateSpec, Started, Tokenized
 from service.telemetry.access_log import AccessLog
 from service.telemetry.call_context import CallInfo, current_call
-from service.telemetry.metrics import Metrics, make_metrics
+from service.telemetry.metrics import Metrics
 from service.telemetry.tracing import Spans
 
 
@@ -80,19 +80,16 @@ class Calls:
         frontend: Frontend,
         *,
         default_timeout: float,
-        closed: Callable[[], errors.StatusError | None] = lambda: None,
-        metrics: Metrics | None = None,
-        access: AccessLog | None = None,
-        spans: Spans | None = None,
-        places: Places | None = None,
+        closed: Callable[[], errors.StatusError | None],
+        metrics: Metrics,
+        access: AccessLog,
+        spans: Spans | None,
+        places: Places,
     ) -> None:
-        """`closed`: the error for new calls if they are not accepted now. `places`: limits the requests of one tenant
-        with a key; None: no limit per tenant."""
-        self.frontend = frontend
-        self.metrics = metrics or make_metrics()
-        self.access = access or AccessLog()
-        self._spans = spans
-        self._places = places
+        """`closed`: the error for new calls if they are not accepted now. `spans`: None without tracing. `places`:
+        limits the requests of one tenant with a key."""
+        self.frontend, self.metrics, self.access = frontend, metrics, access
+        self._spans, self._places = spans, places
         self._default_timeout = default_timeout
         self._closed = closed
         self.elsewhere: Callable[[str, bytes], Awaitable[bool]] = _nowhere
@@ -113,7 +110,7 @@ class Calls:
             # batch slot forever.
             deadline = asyncio.get_running_loop().time() + limit
             events = self.frontend.stream(spec, salt=info.tenant.salt, timeout=limit)
-            with self._place(info.tenant):
+            with self._places.hold(info.tenant.name):
                 async with contextlib.aclosing(events):
                     while True:
                         try:
@@ -151,10 +148,6 @@ class Calls:
         current_call().tenant.limits.admit("tokens", 0)
         return self._default_timeout if timeout is None else timeout
 
-    def _place(self, tenant: Tenant) -> contextlib.AbstractContextManager[None]:
-        """Counts one of the tenant's requests. Raises ResourceExhausted if the tenant has reached its limit."""
-        return contextlib.nullcontext() if self._places is None else self._places.hold(tenant.name)
-
     def _end(self, record: CallInfo, generation: _Generation) -> None:
         """Writes the metrics, the line of the access log and the spans of a generation."""
         seconds = time.monotonic() - generation.began
@@ -191,7 +184,7 @@ class Calls:
         info = current_call()
         tenant = info.tenant
         limit = self._admit(timeout)
-        with self._place(tenant):
+        with self._places.hold(tenant.name):
             async with asyncio.timeout(limit):
                 embedded = await self.frontend.embed(spec, salt=tenant.salt)
         prompt, image, video = embedded.prompt_tokens, embedded.image_tokens, embedded.video_tokens
@@ -206,7 +199,7 @@ class Calls:
         tenant = current_call().tenant
         limit = self._admit(timeout)
         spec = replace(spec, request_id=spec.request_id or f"tokenize-{secrets.token_hex(8)}")
-        with self._place(tenant):
+        with self._places.hold(tenant.name):
             async with asyncio.timeout(limit):
                 return await self.frontend.tokenize(spec, salt=tenant.salt)
 

@@ -18,6 +18,7 @@ from service.answers.coalesce import coalesce
 from service.answers.frontend import Frontend
 from service.common import errors
 from service.common.config import ServerOptions
+from service.common.limits import Places
 from service.common.types import (
     Delta,
     Event,
@@ -35,7 +36,9 @@ from service.engine.types import EngineEvent, EngineRequest
 from service.media.patches import local_processor
 from service.model.assets import ModelAssets
 from service.servers.limits import load_assets
+from service.telemetry.access_log import AccessLog
 from service.telemetry.call_context import CallInfo, set_current_call
+from service.telemetry.metrics import make_metrics
 
 
 class Told(FakeEngine):
@@ -385,7 +388,10 @@ def test_the_engine_is_told_what_is_left_of_the_time(assets: ModelAssets) -> Non
         assert left is not None and 0 < left < 50.0
         frontend.cancel("r")
         await task
-        calls = Calls(frontend, default_timeout=30.0)
+        calls = Calls(
+            frontend, default_timeout=30.0, closed=lambda: None, metrics=make_metrics(), access=AccessLog(),
+            spans=None, places=Places(1, "requests"),
+        )  # fmt: skip
         for timeout in (0.0, -1.0):
             with pytest.raises(errors.DeadlineExceeded) as late:
                 await collect(calls.stream(spec(), timeout=timeout))
