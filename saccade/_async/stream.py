@@ -12,7 +12,6 @@ from saccade._async.session import AsyncSession
 from saccade._core.results import layouts_from
 from saccade._core.resuming import StreamState
 from saccade._core.settings import CallSettings
-from saccade._core.uploads import Uploads
 from saccade.errors import Cancelled, FailedPrecondition
 from saccade.types import Delta, Generation, MediaLayout
 from saccade.v1 import inference_pb2
@@ -61,8 +60,7 @@ class AsyncStream(AsyncIterator[Delta]):
             exchange = self._exchange = self._session._exchange()
             deadline = self._session._deadline(self._timeout)
             request = await exchange.do(self._build)
-            uploads = Uploads(request, self._calls.upload_above)
-            state = StreamState(request, self._calls, deadline, self._resume, uploads)
+            state = StreamState(request, self._calls, deadline, self._resume)
             await run(state.begin(), exchange)
             self._state = state
         return self

@@ -8,7 +8,7 @@ again, and the part that was delivered is skipped.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from saccade._core.results import Assembler
@@ -57,17 +57,10 @@ class StreamState:
 
     Args:
         resume: continue after a break even if messages have been received; otherwise only before the first.
-        uploads: the files of the request that are sent as uploads and named by their ids.
     """
 
     def __init__(
-        self,
-        request: inference_pb2.GenerateRequest,
-        calls: CallSettings,
-        deadline: Deadline,
-        resume: bool,
-        uploads: Uploads | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, request: inference_pb2.GenerateRequest, calls: CallSettings, deadline: Deadline, resume: bool
     ) -> None:
         self.request = request
         self.calls = calls
@@ -76,8 +69,7 @@ class StreamState:
         self.assembler = Assembler(request)
         self.failure: Exception | None = None
         """The error that ended the stream for good; raised again by later calls."""
-        self._uploads = uploads
-        self._clock = clock
+        self._uploads = Uploads(request, calls.upload_above)
         self._retries = Retries(calls.max_retries, deadline, registers=True)
         self._waited = 0.0
         self._begun = False
@@ -92,8 +84,7 @@ class StreamState:
 
     def begin(self) -> Actions[None]:
         """Uploads large files and opens the first attempt."""
-        if self._uploads is not None:
-            yield from self._with_retries(self._uploads.steps())
+        yield from self._with_retries(self._uploads.steps())
         yield self._open()
 
     def read(self) -> Actions[Delta | None]:
@@ -106,7 +97,7 @@ class StreamState:
 
     def _receive(self) -> Actions[inference_pb2.StreamGenerateResponse | None]:
         while True:
-            began = self._clock()
+            began = time.monotonic()
             try:
                 response: inference_pb2.StreamGenerateResponse | None = yield Receive(self.patience())
                 return response
@@ -115,10 +106,10 @@ class StreamState:
             except SaccadeError as caught:
                 error = caught
             finally:
-                self.waited(self._clock() - began)
+                self.waited(time.monotonic() - began)
             if self.assembler.complete:
                 return None  # the answer is complete; only the call's status was lost
-            recovery = self.recovery(error)
+            recovery = self._uploads.recovery(error)
             if recovery is not None:
                 yield from self._with_retries(recovery)
             else:
@@ -129,9 +120,8 @@ class StreamState:
 
     def _open(self) -> Open:
         message = inference_pb2.StreamGenerateRequest(request=self.next_request())
-        stays = self._uploads is not None and self._uploads.too_large
-        call = Call("inference", "StreamGenerate", message, stays=stays).after(self._retries.rejections)
-        return Open(call, self.deadline.remaining(), self.request.request_id)
+        call = Call("inference", "StreamGenerate", message, stays=self._uploads.too_large)
+        return Open(call.after(self._retries.rejections), self.deadline.remaining(), self.request.request_id)
 
     def _with_retries(self, steps: Steps[None]) -> Actions[None]:
         return with_retries(steps, self.calls.max_retries, self.deadline)
@@ -205,10 +195,6 @@ class StreamState:
         if self.assembler.started is not None and not self.resume:
             raise error from error.__cause__
         return self._retries.delay_after(error, self.patience())
-
-    def recovery(self, error: SaccadeError) -> Steps[None] | None:
-        """What to do before the next attempt instead of waiting; None if the error does not concern uploads."""
-        return None if self._uploads is None else self._uploads.recovery(error)
 
     def failed(self, error: BaseException) -> None:
         """Keeps the error that ended the stream. An interrupt concerns only the thread that reads, and is not kept."""

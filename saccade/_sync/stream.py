@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from saccade._core.results import layouts_from
 from saccade._core.resuming import StreamState
 from saccade._core.settings import CallSettings
-from saccade._core.uploads import Uploads
 from saccade._sync.driver import run
 from saccade._sync.ports import Exchange
 from saccade._sync.session import Session
@@ -59,8 +58,7 @@ class Stream(Iterator[Delta]):
             exchange = self._exchange = self._session._exchange()
             deadline = self._session._deadline(self._timeout)
             request = exchange.do(self._build)
-            uploads = Uploads(request, self._calls.upload_above)
-            state = StreamState(request, self._calls, deadline, self._resume, uploads)
+            state = StreamState(request, self._calls, deadline, self._resume)
             run(state.begin(), exchange)
             self._state = state
         return self
