@@ -100,7 +100,7 @@ class AsyncBatchMethods:
         with download:
             async with aclosing(self._messages(download.call)) as messages:
                 async for message in messages:
-                    await exchange.do(partial(download.write, message.data))
+                    await exchange.do(partial(download.write, message.data), to_end=True)
         return download.path
 
     async def _messages(self, call: Callable[[], Call]) -> AsyncGenerator[Any, None]:

@@ -19,7 +19,10 @@ class AsyncExchange(Protocol):
 
     async def wait(self, seconds: float) -> None: ...
 
-    async def do(self, function: Callable[[], Any]) -> Any: ...
+    async def do(self, function: Callable[[], Any], *, to_end: bool = False) -> Any:
+        """The function's result. `to_end`: a cancellation takes effect when the function has returned, because it uses
+        what the caller releases then: a write to a closed file would be one to whatever has its descriptor. Otherwise
+        it takes effect at once, since reading a pipe, for example, may take forever."""
 
     def close(self) -> None:
         """Cancels what is running; further actions raise Cancelled. Can be called at any time and more than once."""

@@ -99,7 +99,7 @@ class BatchMethods:
         with download:
             with closing(self._messages(download.call)) as messages:
                 for message in messages:
-                    exchange.do(partial(download.write, message.data))
+                    exchange.do(partial(download.write, message.data), to_end=True)
         return download.path
 
     def _messages(self, call: Callable[[], Call]) -> Generator[Any, None, None]:

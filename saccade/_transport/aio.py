@@ -102,9 +102,9 @@ class AsyncExchange:
         if self._ended:
             raise Cancelled("the call was cancelled between two attempts", request_id=self._request_id)
 
-    async def do(self, function: Callable[[], T]) -> T:
-        """The function's result. A cancellation takes effect when it is done, since it may use what the caller releases
-        then: a write to a closed file would be one to whatever has its descriptor."""
+    async def do(self, function: Callable[[], T], *, to_end: bool = False) -> T:
+        if not to_end:
+            return await asyncio.to_thread(function)
         work = asyncio.ensure_future(asyncio.to_thread(function))
         cancelled: asyncio.CancelledError | None = None
         while not work.done():

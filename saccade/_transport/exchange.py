@@ -78,7 +78,7 @@ class Exchange:
         self._closed.wait(seconds)
         self._check("")
 
-    def do(self, function: Callable[[], T]) -> T:
+    def do(self, function: Callable[[], T], *, to_end: bool = False) -> T:
         return function()
 
     def _check(self, request_id: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,7 +20,6 @@ from fake_server import Failure, Script
 
 import saccade
 from saccade import errors
-from saccade._transport.aio import AsyncExchange
 
 Code = grpc.StatusCode
 
@@ -268,24 +269,23 @@ def test_closing_from_one_loop_ends_the_calls_of_another(address: str, script: S
     assert script.ended.acquire(timeout=10)
 
 
-def test_a_file_that_is_written_is_not_closed_by_a_cancellation() -> None:
-    """Its descriptor may be that of another file by the time of the write."""
+def test_a_file_that_cannot_be_read_delays_no_cancellation(tmp_path: Path) -> None:
+    """A pipe that nobody writes to."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
 
     async def main() -> None:
-        connection: Any = None  # not used
-        writing, written = threading.Event(), threading.Event()
-
-        def write() -> None:
-            writing.set()
-            assert written.wait(30)
-
-        task = asyncio.create_task(AsyncExchange(connection).do(write))
-        await asyncio.to_thread(writing.wait, 30)
-        for _ in range(2):
+        async with saccade.AsyncClient("127.0.0.1:1") as client:
+            task = asyncio.create_task(client.generate("?", images=[str(pipe)]))
+            writer = None
+            while writer is None:  # until the pipe is being opened, and so is read next
+                await asyncio.sleep(0)
+                with contextlib.suppress(OSError):
+                    writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
             task.cancel()
-            assert not (await asyncio.wait({task}, timeout=0.01))[0]
-        written.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+            try:
+                assert (await asyncio.wait({task}, timeout=10))[0] and task.cancelled()
+            finally:
+                os.close(writer)  # ends the thread that reads
 
     asyncio.run(main())

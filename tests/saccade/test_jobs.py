@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -88,6 +89,34 @@ def test_a_download_goes_on_where_it_broke_off(batches: tuple[Batches, str], tmp
     else:
         asyncio.run(by_asyncio())
     assert target.read_bytes() == OUTPUT and servicer.offsets == [0, 6, 12, 18, 24]
+
+
+def test_a_file_that_is_written_is_not_closed_by_a_cancellation(
+    batches: tuple[Batches, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptor may be that of another file by the time of the write."""
+    writing, written, plain = threading.Event(), threading.Event(), Download.write
+
+    def slow(self: Download, data: bytes) -> None:
+        writing.set()
+        assert written.wait(30)
+        plain(self, data)
+
+    monkeypatch.setattr(Download, "write", slow)
+
+    async def main() -> None:
+        async with saccade.AsyncClient(batches[1]) as client:
+            task = asyncio.create_task(client.batches.download("b", tmp_path / "out"))
+            await asyncio.to_thread(writing.wait, 30)
+            for _ in range(2):
+                task.cancel()
+                assert not (await asyncio.wait({task}, timeout=0.01))[0]
+            written.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+    assert (tmp_path / "out").read_bytes() == OUTPUT[:3]
 
 
 def test_two_downloads_to_one_file_write_it_once(tmp_path: Path) -> None:
