@@ -193,8 +193,9 @@ class EngineProcess(EngineLink):
         return self._process.pid
 
     def start(self, on_events: EventSink) -> None:
-        super().start(on_events)
+        # First, so that an engine without this thread has no reader either, which would report its end.
         threading.Thread(target=self._watch, name="saccade-engine-watch", daemon=True).start()
+        super().start(on_events)
 
     def _watch(self) -> None:
         """Sends new log levels of this process, and heartbeats that the engine's loop answers. Kills an engine that

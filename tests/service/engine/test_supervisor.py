@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -148,3 +152,38 @@ def test_a_lack_of_threads_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         watched.until(False, True)
     assert watched.engine.pid == 3 and [engine.closed for engine in Engine.made] == [True, True, False]
     watched.engine.close()
+
+
+def test_an_engine_that_dies_without_a_thread_that_watches_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on processes and threads may end the engine too."""
+    made: list[subprocess.Popen[bytes]] = []
+
+    def start(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
+        near, far = socket.socketpair()
+        with near, far:
+            Connection(os.dup(far.fileno())).send(("ready", None))
+            made.append(subprocess.Popen(["sleep", "600"], pass_fds=[far.fileno()]))
+            return made[-1], Connection(os.dup(near.fileno()))
+
+    plain = threading.Thread.start
+
+    def start_thread(thread: threading.Thread) -> None:
+        if thread.name == "saccade-engine-watch" and len(made) == 2:
+            made[1].kill()
+            for reader in threading.enumerate():
+                if reader.name == "saccade-engine-reader":  # one that sees the end
+                    reader.join(1.0)
+            raise RuntimeError("can't start new thread")
+        plain(thread)
+
+    monkeypatch.setattr(engine_client, "start_helper", start)
+    monkeypatch.setattr(engine_client, "FIRST_PAUSE", 0.02)
+    engine, runs = SupervisedEngine(EngineOptions()), threading.Event()
+    engine.on_change = lambda alive: runs.set() if alive else None
+    engine.start(lambda events: None)
+    with monkeypatch.context() as scarce:
+        scarce.setattr(threading.Thread, "start", start_thread)
+        made[0].kill()
+        assert runs.wait(10) and engine.pid == made[2].pid
+    made[2].kill()
+    engine.close()
