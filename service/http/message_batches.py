@@ -198,7 +198,8 @@ def _message(completion: dict[str, Any], request_id: str, context: int) -> dict[
 def _object(batch: Batch) -> dict[str, Any]:
     """Anthropic's object for a batch. Its results are at a path, since the server does not know under which URL a proxy
     offers it; clients resolve paths. The object `saccade` says why a batch failed."""
-    total = max(int(batch.metadata.get("requests", 0)), batch.total)
+    told = batch.metadata.get("requests", "")  # any text if a client of gRPC has created the batch
+    total = max(int(told) if told.isdecimal() else 0, batch.total)
     unanswered = total - batch.completed - batch.failed
     stopped = batch.state == "cancelled"
     counts = {"processing": total, "succeeded": 0, "errored": 0, "canceled": 0, "expired": 0}

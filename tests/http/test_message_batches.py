@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import grpc
 import httpx
 import openai
 import pydantic
@@ -17,6 +18,8 @@ from calling import SCHEMA, make_calling
 from images import png
 from running import RunningServer
 from running_http import RunningHttp
+
+from saccade.v1 import batch_pb2, batch_pb2_grpc
 
 IMAGE = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png(3)).decode()}
 SAID: list[Any] = [{"role": "user", "content": "what is it?"}]
@@ -106,6 +109,22 @@ def test_the_two_kinds_of_batches_are_listed_apart(http: RunningHttp, client: an
         other.files.delete(file.id)
     for batch_id in made:
         batches.delete(batch_id)
+
+
+def test_a_batch_of_a_grpc_client_that_looks_like_one_of_messages(
+    server: RunningServer, client: anthropic.Anthropic
+) -> None:
+    row = b'{"custom_id": "a", "body": {"messages": [{"role": "user", "content": "?"}], "max_tokens": 1}}'
+    header = batch_pb2.BatchHeader(
+        size_bytes=len(row), input_name="/v1/messages/batches", metadata={"requests": "many"}
+    )  # fmt: skip
+    parts = [batch_pb2.CreateBatchRequest(header=header), batch_pb2.CreateBatchRequest(chunk=row)]
+    with grpc.insecure_channel(server.address) as channel:
+        made = batch_pb2_grpc.BatchServiceStub(channel).CreateBatch(iter(parts), timeout=60).batch.batch_id
+    assert made in [batch.id for batch in client.messages.batches.list()]
+    batch = ended(client, client.messages.batches.retrieve(made))
+    assert batch.request_counts.succeeded == 1 and found(client, batch)["a"].type == "succeeded"
+    client.messages.batches.delete(made)
 
 
 def test_a_cancelled_batch_keeps_what_was_answered(model: Path) -> None:
