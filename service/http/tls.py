@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 
 from service.common.config import ConfigError, HttpFrontOptions
-from service.common.tls import TlsFiles, check_authority, check_pair, tls_files
+from service.common.tls import TlsFiles, certificate_and_key, check_authority, check_pair, tls_files
 from service.common.watch import Watched
 
 
@@ -38,11 +38,9 @@ def check_servers(options: HttpFrontOptions) -> None:
             raise ConfigError("servers_ca: a certificate for gRPC servers needs TLS; name the authority of theirs")
         return
     check_authority(authority, "servers_ca")
-    if certificate is not None and key is not None:
-        check_pair(certificate, key, "servers_cert, servers_cert_key")
-    elif certificate is not None or key is not None:
-        missing = "servers_cert" if certificate is None else "servers_cert_key"
-        raise ConfigError(f"{missing}: TLS needs both a certificate and its key, but this option is not set")
+    if certificate is not None or key is not None:
+        names = "servers_cert", "servers_cert_key"
+        check_pair(*certificate_and_key(certificate, key, names), ", ".join(names))
 
 
 def _context(files: TlsFiles) -> ssl.SSLContext:
