@@ -279,6 +279,7 @@ def test_a_file_that_cannot_be_read_delays_no_cancellation(tmp_path: Path) -> No
             task = asyncio.create_task(client.generate("?", images=[str(pipe)]))
             writer = None
             while writer is None:  # until the pipe is being opened, and so is read next
+                assert not task.done()
                 await asyncio.sleep(0)
                 with contextlib.suppress(OSError):
                     writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
