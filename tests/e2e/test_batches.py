@@ -4,7 +4,6 @@ tenants."""
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from typing import Any
 
 import grpc
 import pytest
-from images import png
+from images import data_url, png
 from PIL import Image
 from rpc import connect, reason, upload
 from running import RunningServer, children
@@ -48,10 +47,6 @@ def row(i: int, *, source: str | None = None, tokens: int = 6, **body: Any) -> d
 
 def lines(rows: list[dict[str, Any]]) -> bytes:
     return b"".join(json.dumps(item).encode() + b"\n" for item in rows)
-
-
-def data_url(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
 def write_keys(path: Path, keys: dict[str, str]) -> None:

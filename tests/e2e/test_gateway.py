@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import io
 import json
@@ -15,7 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
-from images import png
+from images import data_url, png
 from reasoner import OPEN, make_reasoner
 from running import RunningServer
 from served import IMAGE_TOKEN
@@ -35,10 +34,6 @@ WEATHER = {
     "additionalProperties": False,
 }  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": WEATHER}}
-
-
-def data_url(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
 # -- the service -------------------------------------------------------------------------------------------------------

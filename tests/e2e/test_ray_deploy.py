@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import http.client
 import json
@@ -21,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 from faults import check_same, long_requests, open_stream
-from images import png
+from images import data_url, png
 from running import RunningServer
 
 import saccade
@@ -116,7 +115,7 @@ def test_grpc_and_http_give_the_answers_of_a_server(deployed: Deployed, own: sac
     with saccade.Client(deployed.grpc) as client:
         found = client.generate("what is it?", **options)
         assert found.token_ids == wanted.token_ids and found.text == wanted.text
-    url = "data:image/png;base64," + base64.b64encode(png(4)).decode()
+    url = data_url(png(4))
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it?"}]
     asked = {
         "messages": [{"role": "user", "content": parts}], "max_tokens": 12, "temperature": 0, "ignore_eos": True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import io
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from images import png
+from images import data_url, png
 from PIL import Image
 from running import RunningServer
 from served import IMAGE_TOKEN, VOCAB
@@ -165,7 +164,7 @@ def test_images_as_path_bytes_pil_numpy_and_message_part(client: saccade.Client,
     image = Image.open(io.BytesIO(data))
     options: Request = {"max_tokens": 6, "temperature": 0}
     answers = [client.generate("what?", images=[x], **options) for x in (file, str(file), data, image, np.array(image))]
-    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    url = data_url(data)
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]
     answers.append(client.generate([{"role": "user", "content": parts}], **options))
     assert all(answer == answers[0] for answer in answers)

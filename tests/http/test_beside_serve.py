@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from http.client import HTTPResponse
@@ -20,7 +19,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from images import png
+from images import data_url, png
 from keys import KEYS, key_file
 from running import RunningServer, children
 from running_http import RunningHttp, request_of
@@ -123,8 +122,7 @@ def test_new_requests_are_told_of_a_drain_and_the_others_get_all_of_their_answer
                 images = [fork_server, *children(fork_server, "service.media.image_worker")]
                 for pid in images:
                     os.kill(pid, signal.SIGSTOP)
-                source = f"data:image/png;base64,{b64encode(png(3)).decode()}"
-                image = {"type": "image_url", "image_url": {"url": source}}
+                image = {"type": "image_url", "image_url": {"url": data_url(png(3))}}
                 asked = {"messages": [{"role": "user", "content": [image]}], "return_token_strs": True}
                 tokens = pool.submit(httpx.post, f"{server.http_url}/tokenize", json=asked, timeout=100)
                 whole, streamed = (pool.submit(complete, server, stream) for stream in (False, True))

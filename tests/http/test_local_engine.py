@@ -4,7 +4,6 @@ health service."""
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from fake_server import ModelServicer, Script
-from images import png
+from images import data_url, png
 
 import saccade
 from saccade._transport.local_aio import AsyncLocalConnection
@@ -75,7 +74,7 @@ async def ask(app: Any, path: str, document: Any = None, *, leave: bool = False)
 
 
 def asked(**options: Any) -> dict[str, Any]:
-    url = "data:image/png;base64," + base64.b64encode(png(4)).decode()
+    url = data_url(png(4))
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it?"}]
     return {"model": "", "messages": [{"role": "user", "content": parts}], "temperature": 0, **options}
 

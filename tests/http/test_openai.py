@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import re
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from images import png
+from images import data_url, png
 from running import RunningServer
 from running_http import RunningHttp
 
@@ -22,10 +21,6 @@ ASK: list[Any] = [{"role": "user", "content": "what is it?"}]
 GREEDY: dict[str, Any] = {"model": "", "messages": ASK, "max_tokens": 12, "temperature": 0}
 GRPC_NAME = re.compile(r"\b(chat|sampling|header)\.")
 """The beginning of a field's name in gRPC, which no error over HTTP uses."""
-
-
-def data_url(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ Every function raises AssertionError if an answer was lost or differed or a reso
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -24,7 +23,7 @@ import grpc
 from certificates import Authority
 from full_disk import file_size_limit
 from fuzz import fill
-from images import png
+from images import data_url, png
 from rpc import ask, connect, reason
 from running import RunningServer, children
 from waiting import ended
@@ -444,7 +443,7 @@ def batch_rows(count: int) -> Iterator[bytes]:
     for i in range(count):
         content: Any = f"row {i}"
         if i % 10 == 0:
-            url = "data:image/png;base64," + base64.b64encode(png(i % 50, (16, 16))).decode()
+            url = data_url(png(i % 50, (16, 16)))
             content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": content}]
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 3 + i % 3, "seed": i}
         yield json.dumps({"custom_id": str(i), "body": body}).encode() + b"\n"

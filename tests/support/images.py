@@ -3,6 +3,7 @@ too."""
 
 from __future__ import annotations
 
+import base64
 import io
 import random
 
@@ -21,3 +22,7 @@ def encoded(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def data_url(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()

@@ -7,7 +7,7 @@ import json
 import random
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,18 +33,6 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(TOKENIZER)
-
-
-@pytest.fixture(scope="module")
-def constraining() -> Iterator[Constraining]:
-    made = Constraining(TOKENIZER, VOCABULARY, frozenset({END}))
-    yield made
-    made.close()
 
 
 def begun(constraining: Constraining, format: TextFormat, output: Sequence[int] = (), **options: Any) -> Any:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import pytest
-from grammar_walks import END, TOKENIZER, VOCABULARY, allowed, walk
+from grammar_walks import END, allowed, walk
 
 from families.tool_calls import CALL_LIST, HERMES, PYTHON_LINES, PYTHON_LIST, XML, CallScanner, TextPiece, ToolMarkup
 from service.answers.tool_calls import calls_format
@@ -44,18 +43,6 @@ SCHEMA = {
     },
 }  # fmt: skip
 TOOLS = (Tool("weather", "", SCHEMA), Tool("now"), Tool("free", "", {"properties": {"a": {}}, "required": ["a"]}))
-
-
-@pytest.fixture(scope="module")
-def constraining() -> Iterator[Constraining]:
-    made = Constraining(TOKENIZER, VOCABULARY, frozenset({END}))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(TOKENIZER)
 
 
 def begun(constraining: Constraining, markup: ToolMarkup, use: ToolUse) -> Any:
