@@ -147,10 +147,6 @@ class Tower(Protocol):
     def kinds(self) -> tuple[str, ...]:
         """Kinds of items that the tower takes."""
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of memory that the tower keeps between launches."""
-
     def positions(self, grid: Grid) -> Tensor:
         """`[gh * gw, position_width]` in the tower's dtype on its device, in the order of the patches; new memory."""
 

@@ -45,11 +45,6 @@ class NaFlexTower:
         self.pieces = self.vit.pieces if self.native is None else self.native.pieces
         """`forward` as a generator that yields after each layer."""
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the compiled code's scratch memory."""
-        return 0 if self.native is None else self.native.bytes
-
     def positions(self, grid: Grid) -> Tensor:
         """`[gh * gw, D]` in the tower's dtype, row by row: the square table resized to the grid in float32, bilinearly
         with antialiasing."""

@@ -43,11 +43,6 @@ class GridTower:
         self.pieces = self.parts.pieces if self.native is None else self.native.pieces
         """`forward` as a generator that yields after each layer."""
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the compiled code's scratch memory."""
-        return 0 if self.native is None else self.native.bytes
-
     def positions(self, grid: Grid) -> Tensor:
         """`[T, 0]`: nothing is added to embedded patches."""
         return torch.empty(grid[0] * grid[1], 0, dtype=self.dtype, device=self.device)

@@ -44,11 +44,6 @@ class MergingTower:
         self.pieces = self.parts.pieces if self.native is None else self.native.pieces
         """`forward` as a generator that yields after each layer."""
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the compiled code's scratch memory."""
-        return 0 if self.native is None else self.native.bytes
-
     def positions(self, grid: Grid) -> Tensor:
         """`[gh * gw, D]` in the tower's dtype, row by row: the nearest entry of the square position table for each
         patch."""

@@ -52,11 +52,6 @@ class RadioTower:
         self.pieces = self.vit.pieces if self.native is None else self.native.pieces
         """`forward` as a generator that yields after each layer."""
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the compiled code's scratch memory."""
-        return 0 if self.native is None else self.native.bytes
-
     def positions(self, grid: Grid) -> Tensor:
         """`[gh * gw, D]` in the tower's dtype, row-major; new memory."""
         return interpolate_positions(self._table_1DSS, grid, self.dtype)

@@ -42,11 +42,6 @@ class QwenTower:
         self.pieces = self.vit.pieces if self.native is None else self.native.pieces
         """`forward` as a generator that yields after each layer."""
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the compiled code's scratch memory."""
-        return 0 if self.native is None else self.native.bytes
-
     def positions(self, grid: Grid) -> Tensor:
         """`[T, D]` in the tower's dtype, in merge-block order: the square table interpolated bilinearly, with its
         corners on the grid's corners."""

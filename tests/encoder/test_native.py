@@ -88,7 +88,7 @@ def test_launches_between_two_layers_change_nothing() -> None:
     runner = make(tiny, max_tokens_per_step=64)
     images = sample_items(tiny.config, torch.bfloat16, [(8, 8)])
     expected, small = encode(runner, images), encode(runner, sample_items(tiny.config, torch.bfloat16, [(2, 4)]))
-    before = runner.tower.scratch_bytes
+    before = runner.tower.native.bytes
     out = [torch.empty_like(expected[0])]
     job = runner.begin(images, out)
     assert job.step(0.0)
@@ -98,7 +98,7 @@ def test_launches_between_two_layers_change_nothing() -> None:
     while job.step(0.0):
         pass
     assert torch.equal(out[0], expected[0])
-    assert runner.tower.scratch_bytes > before
+    assert runner.tower.native.bytes > before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -106,8 +106,8 @@ def test_scratch_is_what_the_plan_says(dtype: torch.dtype) -> None:
     tiny = tiny_tower(0)
     runner = make(tiny, dtype)
     rows = describe(tiny.config, runner.budgets, dtype)[-1].tower_rows
-    assert runner.tower.scratch_bytes == sum(scratch_sizes(rows, tiny.config, dtype))
-    assert make(tiny, dtype, native="off").tower.scratch_bytes == 0
+    assert runner.tower.native.bytes == sum(scratch_sizes(rows, tiny.config, dtype))
+    assert make(tiny, dtype, native="off").tower.native is None
 
 
 def test_what_has_no_compiled_tower_says_why(caplog: pytest.LogCaptureFixture) -> None:

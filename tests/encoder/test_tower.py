@@ -58,7 +58,6 @@ class SumTower:
     weights: dict[str, Tensor]
     dtype: torch.dtype
     device: torch.device
-    scratch_bytes: int = 0
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ class TinyTower:
         """The plan has the scratch memory of the largest launch."""
         runner = self.runner(torch.bfloat16)
         rows = describe(self.vision, runner.budgets, torch.bfloat16)[-1].tower_rows
-        assert runner.tower.scratch_bytes == sum(scratch_sizes(rows, self.vision, torch.bfloat16))
+        assert runner.tower.native.bytes == sum(scratch_sizes(rows, self.vision, torch.bfloat16))
 
 
 def encode(runner: EncoderRunner, items: Sequence[EncoderItem]) -> list[torch.Tensor]:

@@ -71,7 +71,7 @@ def test_scratch_is_what_the_plan_says() -> None:
     tiny = tiny_qwen(0)
     runner = make(tiny, torch.bfloat16)
     rows = describe(tiny.config, runner.budgets, torch.bfloat16)[-1].tower_rows
-    assert runner.tower.scratch_bytes == sum(scratch_sizes(rows, tiny.config, torch.bfloat16))
+    assert runner.tower.native.bytes == sum(scratch_sizes(rows, tiny.config, torch.bfloat16))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "nvfp4", "int8"])
