@@ -18,6 +18,7 @@ from torch import Tensor
 from encoder.budget import EncoderBudgets, GraphShape, graph_shape
 from encoder.item import IMAGE, PatchSequence
 from encoder.layout import Layout, layout
+from encoder.pieces import finish
 from encoder.plan import buffer_sizes
 from encoder.positions import PositionCache
 from encoder.tower import PackedBatch, Tower, conv_side, patch_order, rotation_width
@@ -129,7 +130,7 @@ def _step(tower: Tower, shape: GraphShape, kind: str) -> Callable[[Mapping[str, 
             rotations_TF=inputs.get("rotations"),
             neighbours_RK=inputs.get("neighbours"),
         )
-        outputs["rows"].copy_(tower.forward(batch, kind=kind))
+        outputs["rows"].copy_(finish(tower.pieces(batch, kind=kind)))
 
     return run
 

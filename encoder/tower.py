@@ -153,11 +153,9 @@ class Tower(Protocol):
     def as_floats(self, patches: Tensor, *, kind: str) -> Tensor:
         """Normalises uint8 patches `[T, P]` of a `kind` of item on the tower's device, to its dtype."""
 
-    def forward(self, batch: PackedBatch, *, kind: str) -> Tensor:
-        """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory. A pure function."""
-
     def pieces(self, batch: PackedBatch, *, kind: str) -> Pieces[Tensor]:
-        """`forward` as a generator that yields after each layer."""
+        """The forward pass, a pure function, as a generator that yields after each layer. Returns `[N, row_width]` rows
+        in the tower's dtype, one per entry of `token_rows_NM`; new memory."""
 
 
 @runtime_checkable

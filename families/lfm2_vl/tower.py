@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from encoder.item import IMAGE, Grid
 from encoder.native import NativeViT, runs_compiled
-from encoder.pieces import finish
-from encoder.tower import PackedBatch
 from encoder.vit import ViT
 from encoder.weights import TowerWeights
 from families.lfm2_vl.image_rule import normalised
@@ -43,7 +41,6 @@ class NaFlexTower:
         self.vit = _vit(spec, stored)
         self.native = NativeViT(self.vit, max_rows) if compiled else None
         self.pieces = self.vit.pieces if self.native is None else self.native.pieces
-        """`forward` as a generator that yields after each layer."""
 
     def positions(self, grid: Grid) -> Tensor:
         """`[gh * gw, D]` in the tower's dtype, row by row: the square table resized to the grid in float32, bilinearly
@@ -56,10 +53,6 @@ class NaFlexTower:
         if patches.dtype != torch.uint8:
             return patches.to(self.dtype)
         return normalised(patches, self.sizes.image.mean, self.sizes.image.std).to(self.dtype)
-
-    def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:
-        """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory."""
-        return finish(self.pieces(batch, kind=kind))
 
 
 def _vit(spec: VisionConfig, stored: TowerWeights) -> ViT:

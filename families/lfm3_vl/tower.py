@@ -13,8 +13,6 @@ from torch import Tensor
 from encoder.item import IMAGE, VIDEO, Grid
 from encoder.media_limits import RGB
 from encoder.native import runs_compiled
-from encoder.pieces import finish
-from encoder.tower import PackedBatch
 from encoder.weights import TowerWeights
 from families.axial import axial_rotations, frequencies
 from families.lfm3.config import FULL
@@ -41,7 +39,6 @@ class GridTower:
         self.parts = _parts(spec, stored)
         self.native = NativeGridTower(self.parts, max_rows) if compiled else None
         self.pieces = self.parts.pieces if self.native is None else self.native.pieces
-        """`forward` as a generator that yields after each layer."""
 
     def positions(self, grid: Grid) -> Tensor:
         """`[T, 0]`: nothing is added to embedded patches."""
@@ -54,10 +51,6 @@ class GridTower:
     def as_floats(self, patches: Tensor, *, kind: str = IMAGE) -> Tensor:
         """Normalises uint8 patches like the released image or video processor; result in the tower's dtype."""
         return as_floats(patches, kind, self.sizes, self.dtype)
-
-    def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:
-        """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory."""
-        return finish(self.pieces(batch, kind=kind))
 
 
 def _parts(spec: VisionConfig, stored: TowerWeights) -> Parts:

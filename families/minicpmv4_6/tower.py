@@ -12,8 +12,6 @@ from torch import Tensor
 
 from encoder.item import IMAGE, Grid
 from encoder.native import runs_compiled
-from encoder.pieces import finish
-from encoder.tower import PackedBatch
 from encoder.weights import TowerWeights
 from families.minicpmv4_6.native import NativeMergingTower
 from families.minicpmv4_6.parts import Merger, Parts, WindowMerger
@@ -42,7 +40,6 @@ class MergingTower:
         self.parts = _parts(spec, stored)
         self.native = NativeMergingTower(self.parts, max_rows) if compiled else None
         self.pieces = self.parts.pieces if self.native is None else self.native.pieces
-        """`forward` as a generator that yields after each layer."""
 
     def positions(self, grid: Grid) -> Tensor:
         """`[gh * gw, D]` in the tower's dtype, row by row: the nearest entry of the square position table for each
@@ -59,10 +56,6 @@ class MergingTower:
         if kind == IMAGE or video is None:
             return normalised(patches, image.mean, image.std).to(self.dtype)
         return normalised_frames(patches, video.mean, video.std).to(self.dtype)
-
-    def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:
-        """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory."""
-        return finish(self.pieces(batch, kind=kind))
 
 
 def _nearest(length: int, side: int) -> Tensor:

@@ -14,9 +14,7 @@ from torch.nn import functional as F
 
 from encoder.item import IMAGE, VIDEO, Grid
 from encoder.native import NativeViT, runs_compiled
-from encoder.pieces import finish
 from encoder.preprocess import as_floats
-from encoder.tower import PackedBatch
 from encoder.vit import Block, Norm, ViT
 from encoder.weights import TowerWeights
 from families.nemotron_h_omni.vision_config import VisionConfig
@@ -50,7 +48,6 @@ class RadioTower:
         self._table_1DSS = table_1ND.view(1, spec.table_side, spec.table_side, -1).permute(0, 3, 1, 2)
         self.native = NativeViT(self.vit, max_rows) if compiled else None
         self.pieces = self.vit.pieces if self.native is None else self.native.pieces
-        """`forward` as a generator that yields after each layer."""
 
     def positions(self, grid: Grid) -> Tensor:
         """`[gh * gw, D]` in the tower's dtype, row-major; new memory."""
@@ -59,10 +56,6 @@ class RadioTower:
     def as_floats(self, patches: Tensor, *, kind: str = IMAGE) -> Tensor:
         """Normalises uint8 patches, those of images and of clips alike; result in the tower's dtype."""
         return as_floats(patches, self.sizes.patch_size, self.sizes.image_mean, self.sizes.image_std, self.dtype)
-
-    def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:
-        """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory."""
-        return finish(self.pieces(batch, kind=kind))
 
 
 def interpolate_positions(table_1DSS: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:

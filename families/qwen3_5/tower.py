@@ -12,8 +12,6 @@ from torch import Tensor
 
 from encoder.item import IMAGE, VIDEO, Grid
 from encoder.native import NativeViT, runs_compiled
-from encoder.pieces import finish
-from encoder.tower import PackedBatch
 from encoder.vit import Block, ViT
 from encoder.weights import TowerWeights
 from families.axial import axial_rotations, frequencies, places
@@ -40,7 +38,6 @@ class QwenTower:
         self._frequencies = frequencies(spec.head_dim, spec.rope_theta, device)
         self.native = NativeViT(self.vit, max_rows) if compiled else None
         self.pieces = self.vit.pieces if self.native is None else self.native.pieces
-        """`forward` as a generator that yields after each layer."""
 
     def positions(self, grid: Grid) -> Tensor:
         """`[T, D]` in the tower's dtype, in merge-block order: the square table interpolated bilinearly, with its
@@ -63,10 +60,6 @@ class QwenTower:
     def as_floats(self, patches: Tensor, *, kind: str = IMAGE) -> Tensor:
         """Normalises uint8 patches like the released image or video processor; result in the tower's dtype."""
         return as_floats(patches, kind, self.sizes, self.dtype)
-
-    def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:
-        """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory."""
-        return finish(self.pieces(batch, kind=kind))
 
 
 def _taps(place_T: Tensor, size: int, side: int) -> tuple[Tensor, Tensor]:

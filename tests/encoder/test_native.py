@@ -13,8 +13,9 @@ from compiled import needs_compiled
 from tiny_encoder import TinyTower, random_image, relative_error, tiny_tower
 from towers import assert_same_bits_in_any_company, encode, rms
 
-from encoder.item import EncoderItem
+from encoder.item import IMAGE, EncoderItem
 from encoder.native import scratch_sizes
+from encoder.pieces import finish
 from encoder.plan import describe
 from encoder.runner import EncoderOptions, EncoderRunner
 from families.nemotron_h_omni.tower import RadioTower
@@ -135,4 +136,4 @@ def test_offsets_that_leave_rows_out_are_refused() -> None:
     for wrong in ([0, 13], [1, 34], [0, 40, 34]):
         offsets = torch.tensor(wrong, dtype=torch.int32)
         with pytest.raises(ValueError, match="sequence"), torch.inference_mode():
-            runner.tower.forward(replace(batch, cu_seqlens=offsets))
+            finish(runner.tower.pieces(replace(batch, cu_seqlens=offsets), kind=IMAGE))

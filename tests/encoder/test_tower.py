@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from encoder.item import EncoderItem, Grid
-from encoder.pieces import Pieces, finish
+from encoder.pieces import Pieces
 from encoder.plan import describe
 from encoder.runner import EncoderOptions, EncoderRunner
 from encoder.tower import PackedBatch, TowerSpec
@@ -68,9 +68,6 @@ class SumTower:
 
     def as_floats(self, patches: Tensor, *, kind: str) -> Tensor:
         return patches.to(self.dtype) / 255
-
-    def forward(self, batch: PackedBatch, *, kind: str) -> Tensor:
-        return finish(self.pieces(batch, kind=kind))
 
     def pieces(self, batch: PackedBatch, *, kind: str) -> Pieces[Tensor]:
         embedded_TD = torch.cat([batch.patches_TP, batch.positions_TD], 1) @ self.weights[f"{kind}.weight"].T
