@@ -183,10 +183,10 @@ class BatchBuilder:
     def build(
         self,
         rows: SequenceOf[Row],
-        checkpoints: Mapping[int, list[tuple[int, int]]] | None = None,
+        checkpoints: Mapping[int, list[tuple[int, int]]],
         *,
-        scan_all: bool = False,
-        unread: Unread | None = None,
+        scan_all: bool,
+        unread: Unread | None,
     ) -> Batch:
         """Rows in the scheduler's order; the images among their tokens have been read (`read_images`).
 
@@ -194,10 +194,13 @@ class BatchBuilder:
         `scan_all`: rows of one token are scanned like the others, as in a graph of mixed rows. `unread`: source of ids
         that the host does not know.
         """
-        single = None if scan_all else self._single(rows)
-        if single is not None:
-            return single if unread is None else self._filled(single, rows, unread)
-        alone = 0 if scan_all else sum(1 for row in rows if row.alone)
+        batch = self._general(rows, checkpoints, 0) if scan_all else self._single(rows)
+        if batch is None:
+            batch = self._general(rows, checkpoints, sum(row.alone for row in rows))
+        return batch if unread is None else self._filled(batch, rows, unread)
+
+    def _general(self, rows: SequenceOf[Row], checkpoints: Mapping[int, list[tuple[int, int]]], alone: int) -> Batch:
+        """The batch of any rows; those after the first `alone` ones are scanned."""
         updates = sum(1 for row in rows[:alone] if not row.verified)
         ids: list[int] = []
         splices: list[tuple[int, Tensor]] = []
@@ -211,7 +214,7 @@ class BatchBuilder:
         lengths = [row.start + 1 + i for row in rows[:alone] for i in range(row.count)]
         queries = len(lengths)
         tables, places = self._pages(rows, alone)
-        batch = Batch(
+        return Batch(
             ids_T=self._tensor(ids),
             splices=tuple(splices),
             updates=updates,
@@ -223,11 +226,10 @@ class BatchBuilder:
             tables_QW=tables[:queries],
             places_T=places,
             verify=self._verify(rows[updates:alone]) if updates < alone else None,
-            scan=self._scan(rows[alone:], tables[queries:], checkpoints or {}) if alone < len(rows) else None,
+            scan=self._scan(rows[alone:], tables[queries:], checkpoints) if alone < len(rows) else None,
             samples=None if len(samples) == len(ids) else self._tensor(samples),
             positions_TA=self._positions(rows),
         )
-        return batch if unread is None else self._filled(batch, rows, unread)
 
     def _single(self, rows: SequenceOf[Row]) -> Batch | None:
         """The batch of rows of one token each after a state, all of which draw, packed into one tensor: the case of
@@ -354,16 +356,18 @@ class BatchBuilder:
     def _scan(
         self, rows: SequenceOf[Row], tables_RW: Tensor, checkpoints: Mapping[int, list[tuple[int, int]]]
     ) -> ScanRows:
-        starts, computed = [0, *accumulate(row.count for row in rows)], [row.start for row in rows]
-        chunks: tuple[Chunk, ...] = ()
+        counts, computed = [row.count for row in rows], [row.start for row in rows]
+        starts = [0, *accumulate(counts)]
+        cut, chunks = None, tuple[Chunk, ...]()
         inside: dict[tuple[int, int], int] = {}
         if self.config.slots:
-            lengths = [row.count for row in rows]
+            stops = []
             for index, row in enumerate(rows):
-                kept = checkpoints.get(row.sequence.arrival, ())
-                inside |= {(index, position): slot for position, slot in kept if position < row.end}
-            stops = [[position for owner, position in inside if owner == index] for index in range(len(rows))]
-            chunks = plan_chunks(lengths, computed, self.chunk_size, stops if inside else None)
+                kept = [each for each in checkpoints.get(row.sequence.arrival, ()) if each[0] < row.end]
+                inside |= {(index, position): slot for position, slot in kept}
+                stops.append([position for position, _ in kept])
+            cut = counts, computed, self.chunk_size
+            chunks = plan_chunks(*cut, stops)
         return ScanRows(
             slots_R=self._tensor([row.sequence.slot for row in rows]),
             initial_R=upload([start > 0 for start in computed], torch.bool, self.options.device),
@@ -373,13 +377,13 @@ class BatchBuilder:
             chunks=chunks,
             state_saves=tuple(
                 (number, inside[chunk.row, chunk.end])
-                for number, chunk in enumerate(chunks if inside else ())
+                for number, chunk in enumerate(chunks)
                 if (chunk.row, chunk.end) in inside
             ),
             window_saves=tuple(
                 (index, starts[index] + position - computed[index], slot) for (index, position), slot in inside.items()
             ),
-            cut=([row.count for row in rows], computed, self.chunk_size) if self.config.slots else None,
+            cut=cut,
         )
 
 
