@@ -170,26 +170,26 @@ class Sampler:
     def _adjust(self, raw_LV: Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]) -> Tensor:
         """Applies bias, penalties and the `min_tokens` mask to a copy of the logits; returns the logits themselves if
         there are none."""
-        out = raw_LV
+        biased: list[tuple[int, tuple[Tensor, Tensor]]] = []
         penalised: list[int] = []
+        masked: list[tuple[int, Tensor]] = []
         for row, sequence in enumerate(sequences):
             params, state = sequence.request.sampling, self._slots[sequence.held.batch_slot]
-            masked = state.ends is not None and sequence.output_len + len(ahead[row]) < params.min_tokens
-            if not (state.bias or masked or params.penalised):
-                continue
-            if out is raw_LV:
-                out = raw_LV.clone()
-            if state.bias:
-                out[row].index_add_(0, *state.bias)
+            if state.bias is not None:
+                biased.append((row, state.bias))
             if params.penalised:
                 penalised.append(row)
+            if state.ends is not None and sequence.output_len + len(ahead[row]) < params.min_tokens:
+                masked.append((row, state.ends))
+        if not (biased or penalised or masked):
+            return raw_LV
+        out = raw_LV.clone()
+        for row, bias in biased:
+            out[row].index_add_(0, *bias)
         if penalised:
             self._penalise(out, penalised, sequences, ahead)
-        for row, sequence in enumerate(sequences):
-            ends = self._slots[sequence.held.batch_slot].ends
-            output = sequence.output_len + len(ahead[row])
-            if ends is not None and output < sequence.request.sampling.min_tokens:
-                out[row].index_fill_(0, ends, float("-inf"))
+        for row, ends in masked:
+            out[row].index_fill_(0, ends, float("-inf"))
         return out
 
     def _penalise(
