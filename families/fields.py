@@ -85,6 +85,15 @@ def count(
     return value
 
 
+def model_sizes(text: Mapping[str, Any], inner: str) -> tuple[int, int, int, int]:
+    """Reads `vocab_size`, `hidden_size`, the width of MLPs under its name `inner`, and `num_hidden_layers`. Raises
+    CheckpointError listing those that are missing, or naming the one at fault."""
+    names = ("vocab_size", "hidden_size", inner)
+    required(text, *names, "num_hidden_layers")
+    vocab, hidden, width = (count(text, name) for name in names)
+    return vocab, hidden, width, count(text, "num_hidden_layers", most=MOST_LAYERS)
+
+
 def _given(text: Mapping[str, Any], name: str, default: Any, null: Any) -> Any:
     value = text.get(name, default)
     return (default if null is None else null) if value is None else value

@@ -18,10 +18,7 @@ INNER = 1024
 
 
 def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
-    names = ("vocab_size", "hidden_size", "intermediate_size")
-    fields.required(text, *names, "num_hidden_layers")
-    vocab, hidden, inner = (fields.count(text, name) for name in names)
-    layers = fields.count(text, "num_hidden_layers", most=fields.MOST_LAYERS)
+    vocab, hidden, inner, layers = fields.model_sizes(text, "intermediate_size")
     fields.only(text, "hidden_act", "silu")
     fields.only(text, "mamba_use_mlp", True)
     fields.only(text, "attn_layer_indices", None)

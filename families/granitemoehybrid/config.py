@@ -13,10 +13,7 @@ from families.files import CheckpointError, checkpoint_errors, first
 
 
 def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
-    names = ("vocab_size", "hidden_size", "shared_intermediate_size")
-    fields.required(text, *names, "num_hidden_layers")
-    vocab, hidden, shared = (fields.count(text, name) for name in names)
-    layers = fields.count(text, "num_hidden_layers", most=fields.MOST_LAYERS)
+    vocab, hidden, shared, layers = fields.model_sizes(text, "shared_intermediate_size")
     fields.only(text, "hidden_act", "silu")
     fields.only(text, "is_causal", True)
     eps = fields.number(text, "rms_norm_eps", 1e-6)

@@ -19,10 +19,7 @@ GATED_NORM_EPS = 1e-5
 
 
 def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
-    names = ("vocab_size", "hidden_size", "intermediate_size")
-    fields.required(text, *names, "num_hidden_layers")
-    vocab, hidden, inner = (fields.count(text, name) for name in names)
-    layers = fields.count(text, "num_hidden_layers", most=fields.MOST_LAYERS)
+    vocab, hidden, inner, layers = fields.model_sizes(text, "intermediate_size")
     fields.only(text, "hidden_act", "silu")
     eps, heads = fields.number(text, "rms_norm_eps", 1e-6), fields.count(text, "num_attention_heads", 30)
     attention = fields.attention({"num_attention_heads": heads, **text}, hidden)

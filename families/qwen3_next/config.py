@@ -25,7 +25,6 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
 
 def _dense_layers(text: Mapping[str, Any]) -> set[int]:
     """The layers with an MLP in place of experts."""
-    fields.required(text, "num_hidden_layers")
     layers = fields.count(text, "num_hidden_layers", most=fields.MOST_LAYERS)
     step, named = fields.count(text, "decoder_sparse_step", 1), first(text, "mlp_only_layers", default=[])
     if not isinstance(named, list) or any(type(index) is not int for index in named):
