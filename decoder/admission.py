@@ -87,10 +87,8 @@ class Admission:
 
     def lookup(self, sequence: Sequence) -> Hit:
         """The cached prefix of a sequence that has computed nothing."""
-        request = sequence.request
-        # If hidden states or log-probabilities of the prompt are requested, all of its tokens are computed.
-        whole = request.pooled or request.sampling.prompt_logprobs is not None
-        if self.cache is None or sequence.computed or whole:
+        # If anything of the prompt is requested, all of its tokens are computed.
+        if self.cache is None or sequence.computed or sequence.reads_prompt:
             return MISS
         return self.cache.lookup(sequence)
 

@@ -122,7 +122,7 @@ class Execution:
             (place, fork.follower)
             for place, (row, _) in enumerate(drawing)
             if row.sequence.followers
-            for fork in self.scheduler.fork(row, step)
+            for fork in self.scheduler.forks.fork(row, step)
         ]
         for fork in step.forks:
             if fork.follower.request.pooled:

@@ -22,7 +22,7 @@ from decoder.mtp_pages import EntryPages
 from decoder.positions import positions_before
 from decoder.sampler import Sampler
 from decoder.sequence import Sequence
-from decoder.step import Fork, Row, Step
+from decoder.step import Fork, Row
 from kernels.transfer import upload
 
 PENDING = 512
@@ -94,10 +94,6 @@ class MtpDrafter:
     def ready(self, sequence: Sequence) -> bool:
         """Whether drafts can be made for the sequence: it has a page without missing entries."""
         return self.pages.complete or self.pages.first_of(sequence) * self.page < len(sequence.tokens) - 1
-
-    def moved(self, step: Step) -> None:
-        """Updates which pages lack entries, after memory was reassigned."""
-        self.pages.moved(step)
 
     def forked(self, forks: SequenceOf[Fork]) -> None:
         """To be called before pages are copied for forks."""

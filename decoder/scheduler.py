@@ -26,7 +26,7 @@ from decoder.preemption import Preemption
 from decoder.prefix_cache import PrefixCache
 from decoder.queues import Queues
 from decoder.sequence import Sequence, Status
-from decoder.step import Fork, Row, Step
+from decoder.step import Row, Step
 
 
 class Scheduler:
@@ -137,10 +137,6 @@ class Scheduler:
         self.pool.release_pages(step.held_pages)
 
     # -- requests ------------------------------------------------------------------------------------------------------
-
-    def fork(self, row: Row, step: Step) -> list[Fork]:
-        """See `Forks.fork`."""
-        return self.forks.fork(row, step)
 
     def keep(self, sequence: Sequence) -> tuple[int, int] | None:
         """See `Checkpointing.keep`; `None` without a cache."""

@@ -200,14 +200,9 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt_ids) >= self.limit
 
     @property
-    def remaining(self) -> int:
-        """Number of tokens to compute before the next one can be drawn."""
-        return len(self.tokens) - self.computed
-
-    @property
     def decoding(self) -> bool:
         """Whether its next row is one token after an existing state."""
-        return self.remaining == 1 and self.computed > 0
+        return self.computed == len(self.tokens) - 1 > 0
 
     @property
     def order(self) -> tuple[int, int]:

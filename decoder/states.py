@@ -54,7 +54,7 @@ class States:
             saved = self.saved.pop(sequence.request_id)
             self.arena.load(sequence.slot, sequence.held.pages, saved, sequence.held.batch_slot)
         if self.drafter is not None:
-            self.drafter.moved(step)
+            self.drafter.pages.moved(step)
 
     def empty_rings(self, running: Iterable[Sequence]) -> None:
         """Empties the rings of sequences that get no drafts, or whose rings lack space for them, by advancing their

@@ -252,7 +252,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.memory.move(step)
         self.memory.compute(step, self.has_slots, self.has_pages)
         led = [row for row in step.rows if row.samples and row.sequence.followers]
-        forks = [fork for row in led for fork in self.scheduler.fork(row, step)]
+        forks = [fork for row in led for fork in self.scheduler.forks.fork(row, step)]
         self.memory.split(forks)
         self.scheduler.commit(step)
         flight = [(row.sequence, row.end, row.samples) for row in step.rows]
