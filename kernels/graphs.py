@@ -77,13 +77,7 @@ class StaticGraph:
     """
 
     def __init__(
-        self,
-        name: str,
-        step: Step,
-        inputs: Mapping[str, Tensor],
-        outputs: Mapping[str, Tensor],
-        *,
-        pool: GraphPool | None = None,
+        self, name: str, step: Step, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], pool: GraphPool
     ) -> None:
         """Raises `ValueError` if there is no output or the buffers are on more than one device."""
         devices = {tensor.device for tensor in (*inputs.values(), *outputs.values())}
@@ -95,16 +89,14 @@ class StaticGraph:
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
         self.captured = False
-        self.replays = 0
         self._step = step
-        self._pool = pool or GraphPool(self.device)
-        self._stamps = {key: BufferStamp.of(tensor) for key, tensor in self._buffers(inputs, outputs)}
+        self._pool = pool
+        self._stamps = {key: BufferStamp.of(tensor) for key, tensor in self._buffers(inputs).items()}
         self._cuda_graph: Any = None
 
-    @staticmethod
-    def _buffers(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-        named = (("input", inputs), ("output", outputs))
-        return [(f"{side} {key}", tensor) for side, tensors in named for key, tensor in tensors.items()]
+    def _buffers(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        named = (("input", inputs), ("output", self.outputs))
+        return {f"{side} {key}": tensor for side, tensors in named for key, tensor in tensors.items()}
 
     def capture(self) -> None:
         """Makes the graph ready for replays. On a GPU the step runs and is recorded: the buffers must hold a valid
@@ -133,9 +125,8 @@ class StaticGraph:
             self._step(self.inputs, self.outputs)
         self._cuda_graph = graph
 
-    def check(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor] | None = None) -> None:
-        """Raises `ReplayError`, naming the buffer and both sides, unless these are the buffers of the capture."""
-        given = dict(self._buffers(inputs, self.outputs if outputs is None else outputs))
+    def _check(self, inputs: Mapping[str, Tensor]) -> None:
+        given = self._buffers(inputs)
         if given.keys() != self._stamps.keys():
             raise ReplayError(f"graph {self.name} was built on {sorted(self._stamps)}, got {sorted(given)}")
         for key, stamp in self._stamps.items():
@@ -146,17 +137,16 @@ class StaticGraph:
     def replay(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Runs the step on the static buffers, which the caller has filled, and returns the static outputs.
 
-        On a GPU the work is enqueued on the current stream: no host sync. Raises `ReplayError` like `check`, or if the
-        graph was never captured or is closed.
+        On a GPU the work is enqueued on the current stream: no host sync. Raises `ReplayError`, naming the buffer and
+        both sides, unless these are the buffers of the capture, or if the graph was never captured or is closed.
         """
         if not self.captured:
             raise ReplayError(f"graph {self.name} is not captured")
-        self.check(inputs)
+        self._check(inputs)
         if self._cuda_graph is not None:
             self._cuda_graph.replay()
         else:
             self._step(self.inputs, self.outputs)
-        self.replays += 1
         return self.outputs
 
     def close(self) -> None:

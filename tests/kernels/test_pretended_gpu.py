@@ -144,7 +144,7 @@ def test_a_replay_reads_and_writes_the_memory_of_its_capture(gpu: None) -> None:
         middle = inputs["x"] * factor[0]
         outputs["y"][1:] = middle[1:] + 1
 
-    graph = StaticGraph("twice", step, {"x": x}, {"y": y}, pool=GraphPool(x.device))
+    graph = StaticGraph("twice", step, {"x": x}, {"y": y}, GraphPool(x.device))
     graph.capture()
     x.fill_(5.0)
     factor[0] = 100.0  # the captured graph has fixed it
@@ -166,7 +166,9 @@ def test_a_replay_reads_and_writes_the_memory_of_its_capture(gpu: None) -> None:
 def test_what_no_capture_may_hold(step: Any, gpu: None) -> None:
     x = torch.ones(4, device="cuda")
     step(x)
-    graph = StaticGraph("bad", lambda inputs, outputs: step(inputs["x"]), {"x": x}, {"y": x.clone()})
+    graph = StaticGraph(
+        "bad", lambda inputs, outputs: step(inputs["x"]), {"x": x}, {"y": x.clone()}, GraphPool(x.device)
+    )
     with pytest.raises(RuntimeError, match="capture"):
         graph.capture()
 
