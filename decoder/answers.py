@@ -10,7 +10,7 @@ from decoder.pace import StepTimer
 from decoder.pooling import Pools
 from decoder.prompt_scores import PromptScoring
 from decoder.request import FinishReason, TokenEvent
-from decoder.sampler import Choice
+from decoder.sampling import Choice
 from decoder.sequence import Sequence
 from decoder.speculation import Speculation
 from decoder.states import States

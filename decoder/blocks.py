@@ -125,10 +125,6 @@ class SuperblockPool:
         return len(self._free)
 
     @property
-    def used_slots(self) -> int:
-        return len(self._held.slots)
-
-    @property
     def loose_pages(self) -> int:
         """Free pages in superblocks that also have used ones: memory that only pages can use."""
         return self._held.loose_pages

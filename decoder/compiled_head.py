@@ -77,15 +77,15 @@ class CompiledHead(Operations):
         positions: Sequence[Sequence[tuple[int, ...]]], tables_RW: Tensor, draws: bytes,
     ) -> list[list[int]]:  # fmt: skip
         """Makes the entries of `due`, (token, place), then the drafts of `rows`, (last token, its place, number of its
-        keys including itself, number of drafts); at most `max_tokens` of each.
+        keys including itself, number of drafts); at most `max_tokens` of each, and at least one row.
 
         `given`: for each of these tokens, the trunk's row of the token before it, before the final norm. `draws`:
         `Draw` structs of the first drafts; later drafts differ only in position. `positions`: those of the entries of
         `due`, then those of each pass over `rows`; empty for a head that reads no positions. `tables`: page numbers,
         from the first page that each row attends to.
         """
-        count, passes = len(rows), max((row[3] for row in rows), default=0)
-        first, pages, keys, counts = zip(*rows, strict=True) if rows else ((), (), (), ())
+        first, pages, keys, counts = zip(*rows, strict=True)
+        count, passes = len(rows), max(counts)
         columns = (
             [*(token for token, _ in due), *first], [*(place for _, place in due), *pages], keys, counts,
             [number for of in positions for at in of for number in at],

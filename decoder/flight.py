@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decoder.sampler import Choice, Drawn
+from decoder.sampler import Drawn
+from decoder.sampling import Choice
 from decoder.sequence import UNREAD, Sequence
 from decoder.step import Row, Step
 from kernels.sample import accept_drafts

@@ -23,8 +23,6 @@ from kernels.native import NativeUnavailable
 from kernels.sample import Masks, RowParams, greedy, logprobs, penalise, sample
 from kernels.transfer import send, upload
 
-__all__ = ["Choice", "Sampler"]
-
 log = logging.getLogger(__name__)
 
 

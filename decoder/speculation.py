@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
@@ -57,8 +58,8 @@ class Speculation:
         """Makes the drafter of a sequence for `ngram`."""
         self.head = head
         """The drafter for `mtp`."""
-        self._records: dict[int, Record] = {}
-        self._forced_records: dict[int, Record] = {}
+        self._records: defaultdict[int, Record] = defaultdict(Record)
+        self._forced_records: defaultdict[int, Record] = defaultdict(Record)
         self._indices: dict[int, Proposer] = {}
         self._timing: tuple[int, int, float] | None = None
         """(rows, drafts, start) of the last step, if its time is to be recorded."""
@@ -87,7 +88,7 @@ class Speculation:
             return
         wanted = unready = drafts = 0
         for sequence in decoding:
-            limit = policy.wanted(self._record(sequence), len(sequence.tokens), rows)
+            limit = policy.wanted(self._records[sequence.arrival], len(sequence.tokens), rows)
             if limit:
                 wanted += 1
                 if self.source == "ngram":
@@ -117,8 +118,7 @@ class Speculation:
                 draft.limit = len(draft.tokens)
             if self._forcing is None or self._forcing.measures(len(decoding)) or not (of := sequence.guide.forced()):
                 continue
-            record = self._forced_records.setdefault(sequence.arrival, Record())
-            count = self._forcing.wanted(record, len(sequence.tokens), len(decoding))
+            count = self._forcing.wanted(self._forced_records[sequence.arrival], len(sequence.tokens), len(decoding))
             if count:
                 sequence.draft = DraftState(of[:count], min(count, len(of)), forced=True)
 
@@ -127,12 +127,6 @@ class Speculation:
         if self.head is not None:
             for sequence, tokens in self.head.draft([row for row in rows if not row.sequence.draft.forced]):
                 sequence.draft.tokens = tokens
-
-    def _record(self, sequence: Sequence) -> Record:
-        record = self._records.get(sequence.arrival)
-        if record is None:
-            record = self._records[sequence.arrival] = Record()
-        return record
 
     def _index(self, sequence: Sequence) -> Proposer:
         index = self._indices.get(sequence.arrival)
@@ -151,7 +145,7 @@ class Speculation:
         for place in range(min(drafted, accepted + 1)):
             self.drafted[place] += 1
             self.accepted[place] += place < accepted
-        self.policy.learn(self._record(sequence), len(sequence.tokens), drafted, accepted)
+        self.policy.learn(self._records[sequence.arrival], len(sequence.tokens), drafted, accepted)
 
     def timed(self, step: Step, started: float) -> None:
         """Records that `step`, which has run, began at the time `started`. A step lasts until the next one begins, so

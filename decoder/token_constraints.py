@@ -200,7 +200,7 @@ class ReasoningBudget:
             drawn = len(self._matched) - 1
             while place < len(tokens) and matched < len(self._close):
                 token, must = tokens[place], self._must(matched, drawn + place)
-                if (token in self._ends and must is None) or token != (token if must is None else must):
+                if token in self._ends if must is None else token != must:
                     return place
                 matched, place = self._after(matched, token), place + 1
         rest = tokens[place:]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from decoder.constraints import Constraint
 from decoder.request import DecoderRequest
-from decoder.sampler import Choice, Sampler
-from decoder.sampling import SamplingParams
+from decoder.sampler import Sampler
+from decoder.sampling import Choice, SamplingParams
 from decoder.sequence import Sequence
 from decoder.token_constraints import AllowedTokens
 from kernels.sample import uniform

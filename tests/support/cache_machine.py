@@ -334,7 +334,8 @@ class CacheMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             self.scheduler.check_integrity()
             if self.cache is not None and self.has_slots:
-                assert self.pool.used_slots == len(self.scheduler.running) + len(self.cache.slots)
+                used = sum(self.pool.slot_owners(slot) > 0 for slot in range(self.pool.num_blocks))
+                assert used == len(self.scheduler.running) + len(self.cache.slots)
 
     @invariant()
     def what_is_cached_is_what_it_says(self) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoder.sampler import Choice, Sampler
+from decoder.sampler import Sampler
+from decoder.sampling import Choice
 from decoder.sequence import Sequence as Running
 
 TRIES = 200
