@@ -1,15 +1,18 @@
-"""SigLIP towers, which several families have: their sizes, and the published names and shapes of their layers, and how
-these are read. Does not import torch before weights are read.
+"""SigLIP towers, which several families have: their sizes, the published names and shapes of their layers, and how all
+of these are read. Does not import torch before weights are read.
 
 D features of the tower.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from encoder.vit_sizes import DerivedSizes, check_activation
+from families.fields import MOST_LAYERS, count, number
+from families.files import first
 
 if TYPE_CHECKING:
     from encoder.vit import Block
@@ -55,6 +58,20 @@ class SiglipSizes(DerivedSizes):
     def use_swiglu_ffn(self) -> bool:
         """False: the MLP is not gated."""
         return False
+
+
+def size_fields(vision: Mapping[str, Any], text_hidden_size: int) -> dict[str, Any]:
+    """Reads the fields of `SiglipSizes` from `vision_config`, with transformers' defaults. Raises CheckpointError."""
+    return {
+        "hidden_size": count(vision, "hidden_size", 768),
+        "num_layers": count(vision, "num_hidden_layers", 12, most=MOST_LAYERS),
+        "num_heads": count(vision, "num_attention_heads", 12),
+        "intermediate_size": count(vision, "intermediate_size", 3072),
+        "text_hidden_size": text_hidden_size,
+        "hidden_act": str(first(vision, "hidden_act", default="gelu_pytorch_tanh")),
+        "layer_norm_eps": number(vision, "layer_norm_eps", 1e-6),
+        "patch_size": count(vision, "patch_size", 16),
+    }
 
 
 def linear_shapes(name: str, rows: int, columns: int, *, biased: bool = True) -> Shapes:

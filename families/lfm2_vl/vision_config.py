@@ -11,10 +11,10 @@ from typing import Any
 from encoder.item import IMAGE
 from encoder.media_limits import RGB
 from families.family import ModelFiles
-from families.fields import MOST_LAYERS, check_processor, count, flag, number, only, per_channel, section
+from families.fields import check_processor, count, flag, number, only, per_channel, section
 from families.files import CheckpointError, checkpoint_errors, first
 from families.lfm2_vl.tiling import Tiling
-from families.siglip import SiglipSizes, layer_shapes, linear_shapes, norm_shapes
+from families.siglip import SiglipSizes, layer_shapes, linear_shapes, norm_shapes, size_fields
 from families.tiles import LARGEST_TILE, MOST_TILES
 from kernels.activation_names import COMPILED
 
@@ -126,17 +126,7 @@ def vision_fields(config: Mapping[str, Any], text_hidden_size: int, files: Model
         for name, value in (("model_type", "siglip2_vision_model"), ("num_channels", RGB)):
             if (given := first(vision, name, default=value)) != value:
                 raise CheckpointError(f"vision_config.{name} is {given!r}; this model is served with {value!r}")
-        fields: dict[str, Any] = {
-            "hidden_size": count(vision, "hidden_size", 768),
-            "num_layers": count(vision, "num_hidden_layers", 12, most=MOST_LAYERS),
-            "num_heads": count(vision, "num_attention_heads", 12),
-            "intermediate_size": count(vision, "intermediate_size", 3072),
-            "text_hidden_size": text_hidden_size,
-            "hidden_act": str(first(vision, "hidden_act", default="gelu_pytorch_tanh")),
-            "layer_norm_eps": number(vision, "layer_norm_eps", 1e-6),
-            "patch_size": count(vision, "patch_size", 16),
-            "num_patches": count(vision, "num_patches", 256),
-        }
+        fields = size_fields(vision, text_hidden_size) | {"num_patches": count(vision, "num_patches", 256)}
     return fields | {
         "merge_size": count(config, "downsample_factor", 2),
         "projector_hidden_size": count(config, "projector_hidden_size", 2560),

@@ -10,10 +10,10 @@ from typing import Any
 from encoder.item import IMAGE, VIDEO
 from encoder.media_limits import RGB
 from families.family import ModelFiles
-from families.fields import BICUBIC, MOST_LAYERS, check_processor, count, flag, number, per_channel
+from families.fields import BICUBIC, check_processor, count, flag, per_channel, section
 from families.files import CheckpointError, checkpoint_errors, first
 from families.minicpmv4_6.slicing import LARGEST_SIDE, Slicing
-from families.siglip import SiglipSizes, attention_shapes, layer_shapes, linear_shapes, norm_shapes
+from families.siglip import SiglipSizes, attention_shapes, layer_shapes, linear_shapes, norm_shapes, size_fields
 
 WINDOW = 2
 """Rows per window along each side: patches for the window merger, merged rows for the last merger."""
@@ -130,19 +130,9 @@ class VisionConfig(SiglipSizes):
 def vision_fields(config: Mapping[str, Any], text_hidden_size: int, files: ModelFiles) -> dict[str, Any]:
     """Reads the fields of `VisionConfig` from `config.json` and the processors' files. Raises CheckpointError."""
     processor = files.preprocessor
-    vision = first(config, "vision_config", default={})
-    if not isinstance(vision, Mapping):
-        raise CheckpointError(f"config.json: vision_config must be an object, not {vision!r}")
+    vision = section(config, "vision_config")
     with checkpoint_errors("vision_config"):
-        fields = {
-            "hidden_size": count(vision, "hidden_size", 768),
-            "num_layers": count(vision, "num_hidden_layers", 12, most=MOST_LAYERS),
-            "num_heads": count(vision, "num_attention_heads", 12),
-            "intermediate_size": count(vision, "intermediate_size", 3072),
-            "text_hidden_size": text_hidden_size,
-            "hidden_act": str(first(vision, "hidden_act", default="gelu_pytorch_tanh")),
-            "layer_norm_eps": number(vision, "layer_norm_eps", 1e-6),
-            "patch_size": count(vision, "patch_size", 16),
+        fields = size_fields(vision, text_hidden_size) | {
             "image_size": count(vision, "image_size", 224),
             "insert_layer": _insert_layer(config),
             "image": _slicing(processor, _PROCESSOR),
@@ -203,8 +193,8 @@ def _check(config: Mapping[str, Any], vision: Mapping[str, Any]) -> None:
         ("vision_config", vision, "window_kernel_size", square),
         ("vision_config", vision, "num_channels", RGB),
     ]
-    for file, section, name, value in served:
-        given = first(section, name, default=value)
+    for file, settings, name, value in served:
+        given = first(settings, name, default=value)
         if (list(given) if isinstance(given, tuple) else given) != value:
             raise CheckpointError(f"{file}: {name} is {given!r}; this model is served with {value!r}")
 
