@@ -5,7 +5,6 @@ Shapes: H, W pixels; C = 3 channels; p the patch side; m the merge size; T patch
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from encoder.media_limits import RGB
 from encoder.stopwatch import Stopwatch
 from families.frames import check_pixels, check_tokens
 from families.qwen_media import MAX_ASPECT, QwenMedia
+from families.tiles import fit_pixels
 
 if TYPE_CHECKING:
     import torch
@@ -64,15 +64,7 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     check_shape(height, width)
     # Python's round, half to even, is part of the rule.
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if rows * columns > max_pixels:
-        shrink = math.sqrt((height * width) / max_pixels)
-        rows = max(factor, math.floor(height / shrink / factor) * factor)
-        columns = max(factor, math.floor(width / shrink / factor) * factor)
-    elif rows * columns < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
-        rows = math.ceil(height * grow / factor) * factor
-        columns = math.ceil(width * grow / factor) * factor
-    return rows, columns
+    return fit_pixels((1, height, width), (1, rows, columns), factor, min_pixels, max_pixels)
 
 
 def check_shape(height: int, width: int) -> None:

@@ -18,6 +18,7 @@ from encoder.stopwatch import Stopwatch
 from families.frames import check_tokens, checked_frames
 from families.qwen_images import check_shape, cut_blocks, normalised
 from families.qwen_media import MAX_ASPECT, QwenMedia
+from families.tiles import fit_pixels
 
 if TYPE_CHECKING:
     import torch
@@ -133,8 +134,7 @@ def resized_frame(num_frames: int, height: int, width: int, config: QwenMedia) -
     if num_frames < 1:
         raise ValueError(f"a clip needs a frame, got {num_frames}")
     factor, together = config.factor, config.temporal_patch_size
-    num_frames, low = max(num_frames, together), config.video.min_pixels
-    high = _limit(num_frames, config)
+    num_frames = max(num_frames, together)
     if height < 1 or width < 1:
         check_shape(height, width)
     if height < factor or width < factor:
@@ -143,15 +143,8 @@ def resized_frame(num_frames: int, height: int, width: int, config: QwenMedia) -
     check_shape(height, width)
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     frames = round(num_frames / together) * together
-    if frames * rows * columns > high:
-        shrink = math.sqrt((num_frames * height * width) / high)
-        rows = max(factor, math.floor(height / shrink / factor) * factor)
-        columns = max(factor, math.floor(width / shrink / factor) * factor)
-    elif frames * rows * columns < low:
-        grow = math.sqrt(low / (num_frames * height * width))
-        rows = math.ceil(height * grow / factor) * factor
-        columns = math.ceil(width * grow / factor) * factor
-    return rows, columns
+    size, nearest = (num_frames, height, width), (frames, rows, columns)
+    return fit_pixels(size, nearest, factor, config.video.min_pixels, _limit(num_frames, config))
 
 
 def _limit(num_frames: int, config: QwenMedia) -> int:

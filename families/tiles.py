@@ -1,4 +1,5 @@
-"""Chooses into how many tiles an image is cut: InternVL's rule, which several released image processors have."""
+"""Rules that several released image processors have: Qwen's for the size of an image or frame, and InternVL's for the
+number of an image's tiles."""
 
 from __future__ import annotations
 
@@ -11,6 +12,28 @@ MOST_TILES = 100
 """Largest number of tiles of an image that is served; all grids of so many tiles are compared."""
 LARGEST_TILE = 2**14
 """Largest side of a tile, in pixels, that is served."""
+
+
+def fit_pixels(
+    size: tuple[int, int, int], nearest: tuple[int, int, int], factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """Height and width that the frames of a clip, or the one frame of an image, are resized to. `size`: number of
+    frames, height and width; `nearest`: the same, as multiples, those of the sides of `factor`.
+
+    The sides of `nearest`, or, if all frames together have too many or too few pixels, multiples near the sides of
+    `size` scaled to the limit. A very flat image keeps a side of `factor` and may exceed `max_pixels`.
+    """
+    _, height, width = size
+    _, rows, columns = nearest
+    if math.prod(nearest) > max_pixels:
+        shrink = math.sqrt(math.prod(size) / max_pixels)
+        rows = max(factor, math.floor(height / shrink / factor) * factor)
+        columns = max(factor, math.floor(width / shrink / factor) * factor)
+    elif math.prod(nearest) < min_pixels:
+        grow = math.sqrt(min_pixels / math.prod(size))
+        rows = math.ceil(height * grow / factor) * factor
+        columns = math.ceil(width * grow / factor) * factor
+    return rows, columns
 
 
 def best_tiles(height: int, width: int, least: int, most: int, tile_size: int) -> Grid:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from encoder.item import Grid
 from encoder.media_limits import RGB
-from families.tiles import LARGEST_TILE, MOST_TILES, best_tiles
+from families.tiles import LARGEST_TILE, MOST_TILES, best_tiles, fit_pixels
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,8 @@ class Tiling:
         if height < 1 or width < 1:
             raise ValueError(f"an image needs at least one pixel each way, got {height}x{width}")
         least, most = self.min_image_tokens * factor**2, self.max_image_tokens * factor**2
-        rows, columns = max(factor, _nearest(height, factor)), max(factor, _nearest(width, factor))
-        if rows * columns > most:
-            shrink = math.sqrt((height * width) / most)
-            rows = max(factor, math.floor(height / shrink / factor) * factor)
-            columns = max(factor, math.floor(width / shrink / factor) * factor)
-        elif rows * columns < least:
-            grow = math.sqrt(least / (height * width))
-            rows = math.ceil(height * grow / factor) * factor
-            columns = math.ceil(width * grow / factor) * factor
-        return rows, columns
+        nearest = 1, max(factor, _nearest(height, factor)), max(factor, _nearest(width, factor))
+        return fit_pixels((1, height, width), nearest, factor, least, most)
 
     def tiles(self, height: int, width: int, patch_size: int, factor: int) -> Grid:
         """Rows and columns of tiles; (0, 0) for an image that is not split. `patch_size`, `factor`: sides of a patch
