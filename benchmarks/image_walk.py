@@ -13,7 +13,6 @@ steps after `decoder/batch.py` has read the rows, where they are mixed with othe
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import os
@@ -167,15 +166,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--calls", action="store_true", help="print every call too")
     arguments = parser.parse_args(argv)
-    from PIL import Image
-
     import saccade
+    from benchmarks.noise import noise_png
 
-    out = io.BytesIO()
-    Image.frombytes("RGB", SIZE, random.Random(0).randbytes(SIZE[0] * SIZE[1] * 3)).save(out, "PNG")
+    file = noise_png(random.Random(0), *SIZE)
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "sizes.json"
-        config.write_text(json.dumps(sizes_of(arguments.model, out.getvalue())))
+        config.write_text(json.dumps(sizes_of(arguments.model, file)))
         code = f"from benchmarks.image_walk import start_probe\nstart_probe({str(config)!r})\n"
         (Path(folder) / "sitecustomize.py").write_text(code)
         paths = os.pathsep.join((folder, str(ROOT)))
@@ -187,9 +184,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ) as server:
             assert server.stdout is not None
             with saccade.Client(server.stdout.readline().split()[-1]) as client:
-                client.generate("What is this?", images=[out.getvalue()], max_tokens=2)
+                client.generate("What is this?", images=[file], max_tokens=2)
             server.terminate()
-        lines = [line for file in sorted(Path(folder).glob("*.calls")) for line in file.read_text().splitlines()]
+        lines = [line for each in sorted(Path(folder).glob("*.calls")) for line in each.read_text().splitlines()]
     calls: list[tuple[str, str, str, str]] = [tuple(json.loads(line)) for line in lines]
     if arguments.calls:
         print(*(f"{giver} -> {taker}: {form} ({name})" for giver, taker, form, name in calls), sep="\n")

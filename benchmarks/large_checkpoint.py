@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import argparse
 import functools
-import io
 import json
 import math
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import saccade
 from benchmarks import machine
+from benchmarks.noise import noise_png
 from benchmarks.random_weights import Piece, plain, write_shards
 from benchmarks.record import write_result
 from decoder.layers.descriptions import Experts
@@ -153,15 +152,6 @@ def memory(pid: int) -> tuple[int, int]:
     return peak, now
 
 
-def test_image() -> bytes:
-    from PIL import Image
-
-    shades = np.random.default_rng(1).integers(0, 256, (512, 768, 3), np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(shades).save(file, "PNG")
-    return file.getvalue()
-
-
 def measure(folder: Path, new_tokens: int) -> dict[str, Any]:
     """Serves the checkpoint and measures seconds until it is ready, memory, and tokens per second; also returns the ids
     of answers."""
@@ -194,7 +184,7 @@ def measure(folder: Path, new_tokens: int) -> dict[str, Any]:
             result["tokens_s"] = new_tokens / (time.perf_counter() - started - 2 * first)
             result["answer"] = list(answer.token_ids)
             started = time.perf_counter()
-            seen = generate([*prompt, IMAGE_TOKEN], images=[test_image()], max_tokens=8)
+            seen = generate([*prompt, IMAGE_TOKEN], images=[noise_png(random.Random(1), 768, 512)], max_tokens=8)
             result["image_seconds"] = time.perf_counter() - started
             result["image_answer"] = list(seen.token_ids)
             result["image_prompt_tokens"] = seen.usage.prompt_tokens

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import json
 import random
 import sys
@@ -22,15 +21,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
 import saccade
 from benchmarks import machine, models, qwen_model
+from benchmarks.noise import noise_png
 from benchmarks.record import add_options, write_result
 
 SYSTEM_TOKENS = 1700
 ANSWER = 8
+SIDE = 448
+"""Sides of the image, in pixels."""
 ALLOWANCE = 16
 
 
@@ -45,14 +44,6 @@ class Line:
     computed: int
     encoded: int
     first_token_ms: float
-
-
-def noise_image(side: int = 448) -> bytes:
-    """A PNG of noise."""
-    pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "PNG")
-    return out.getvalue()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +82,7 @@ def ask(client: saccade.LocalClient, number: int, prompt: Any, own: int, images:
 
 def same_image(client: saccade.LocalClient, image_ids: Sequence[int], count: int = 10) -> list[Line]:
     """The same image each time, followed by a different question."""
-    rng, image = random.Random(1), noise_image()
+    rng, image = random.Random(1), noise_png(random.Random(0), SIDE, SIDE)
     lead = [*words(rng, 12), *image_ids]
     lines = []
     for number in range(1, count + 1):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import os
 import random
@@ -31,15 +30,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import ray
-from PIL import Image
 from pyarrow import parquet
 from ray.cluster_utils import Cluster
 
 import saccade
 from benchmarks import machine
+from benchmarks.noise import noise_png
 from benchmarks.record import write_result
 from saccade.ray import RayJob, RowFormat, run_ray_job
 from saccade.ray.ids import ID, row_id
@@ -56,14 +54,10 @@ CPUS = 3
 def write_rows(folder: Path, rows: int, files: int = 8) -> Path:
     """Parquet files with columns id, thing, image (PNG, 2 kB of noise, different in each row)."""
     folder.mkdir(parents=True)
-    random_bytes = np.random.default_rng(0)
+    rng = random.Random(0)
     for part in range(files):
         numbers = range(part * rows // files, (part + 1) * rows // files)
-        images = []
-        for _ in numbers:
-            out = io.BytesIO()
-            Image.fromarray(random_bytes.integers(0, 256, (24, 24, 3), dtype=np.uint8)).save(out, "PNG")
-            images.append(out.getvalue())
+        images = [noise_png(rng, 24, 24) for _ in numbers]
         columns = {"id": [f"row {n}" for n in numbers], "thing": [f"thing {n}" for n in numbers], "image": images}
         parquet.write_table(pa.table(columns), folder / f"{part}.parquet", row_group_size=1000)
     return folder

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import http.client
-import io
 import json
+import random
 import statistics
 import sys
 import time
@@ -20,15 +20,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
-import numpy as np
 import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from PIL import Image
 from ray import serve
 
 import saccade
 from benchmarks import machine
 from benchmarks.machine import free_port
+from benchmarks.noise import noise_png
 from benchmarks.record import write_result
 from saccade.ray.serve import SERVICERS, app
 from service.commands.server_process import ServerProcess
@@ -95,9 +94,7 @@ def said(call: Callable[[], Any]) -> str:
 
 def lacks(address: str) -> dict[str, str]:
     """The ingress's results for four features that Saccade's own server has."""
-    noise = np.random.default_rng(0).integers(0, 256, (1420, 1420, 3), dtype=np.uint8)
-    large = io.BytesIO()
-    Image.fromarray(noise).save(large, "PNG")
+    large = noise_png(random.Random(0), 1420, 1420)
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         health = said(lambda: stub.Check(health_pb2.HealthCheckRequest(), timeout=5))
@@ -106,10 +103,10 @@ def lacks(address: str) -> dict[str, str]:
     with saccade.Client(address, timeout=60, max_retries=0) as client:
         deadline = said(lambda: client.generate("?", max_tokens=200, ignore_eos=True, timeout=0.05))
         inline = client.with_options(upload_above=None)
-        image = said(lambda: inline.generate("?", images=[large.getvalue()], max_tokens=1))
+        image = said(lambda: inline.generate("?", images=[large], max_tokens=1))
     return {
         "grpc.health.v1": health, "tls": tls, "deadline_of_50_ms": deadline,
-        f"image_of_{len(large.getvalue()) / 1e6:.1f}_MB": image,
+        f"image_of_{len(large) / 1e6:.1f}_MB": image,
     }  # fmt: skip
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from PIL import Image
-
 from benchmarks import lfm_model, models, qwen_model, sized_models
 from benchmarks.floors import Floor, Machine
+from benchmarks.noise import noise_png
 
 PROMPT = 128
 """Tokens of a prompt, in workloads that do not measure prompts."""
@@ -124,9 +122,7 @@ def image_workload(
     prompts, images = [], []
     for i, (width, height) in enumerate(sizes):
         file = folder / f"{name.replace(' ', '-')}-{i}.png"
-        buffer = io.BytesIO()
-        Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height)).save(buffer, "PNG", compress_level=1)
-        file.write_bytes(buffer.getvalue())
+        file.write_bytes(noise_png(rng, width, height))
         prompts.append([*subject.image, *(rng.randrange(3, subject.words) for _ in range(TEXT_BEHIND))])
         images.append([file])
     return Workload(name, prompts, images, new_tokens, tuple(sizes))

@@ -8,7 +8,6 @@ nothing may be leased, quarantined or left in shared memory.
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import re
@@ -20,10 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
-from PIL import Image
-
 import saccade
 from benchmarks.machine import free_port
+from benchmarks.noise import noise_png
 from benchmarks.soak import Outcome
 from service.commands.server_process import ServerProcess
 
@@ -37,9 +35,7 @@ def noise_image(number: int) -> bytes:
     """A PNG of noise, different for each number."""
     rng = random.Random(number)
     width, height = rng.randint(16, 200), rng.randint(16, 200)
-    buffer = io.BytesIO()
-    Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return noise_png(rng, width, height)
 
 
 def ask(client: saccade.Client, number: int) -> list[int]:
