@@ -20,13 +20,10 @@ have no meaning.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
@@ -34,7 +31,7 @@ from benchmarks import machine
 from benchmarks.gpu_kernels import part_kernels
 from benchmarks.gpu_runners import part_runners
 from benchmarks.gpu_service import part_service
-from benchmarks.gpu_setting import Record, Setting, measure_ceilings
+from benchmarks.gpu_setting import Record, Setting, argument_parser, measure_ceilings
 from benchmarks.record import path_of
 
 PARTS: dict[str, Callable[[Setting, dict[str, float], Record], None]] = {
@@ -48,14 +45,10 @@ PARTS: dict[str, Callable[[Setting, dict[str, float], Record], None]] = {
 @torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 if a measurement failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, seconds=450.0)
     parser.add_argument(
         "parts", nargs="+", metavar="PART", choices=list(PARTS), help=f"parts to run: {', '.join(PARTS)}"
     )
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
-    parser.add_argument("--seconds", type=float, default=450.0, help="time after which a part begins no measurement")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build")))
     arguments = parser.parse_args(argv)
     if arguments.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {arguments.device}: no GPU found; --device cpu --scale tiny needs none")

@@ -15,10 +15,8 @@ if a part failed or had no time left.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -33,6 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks import gpu_models, machine
+from benchmarks.gpu_setting import argument_parser
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.request import DecoderRequest, TokenEvent
 from decoder.runner import DecoderRunner
@@ -366,12 +365,8 @@ def run_part(name: str, device: str, scale: str) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 1 if a part failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, seconds=345.0)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"parts to run: {', '.join(PARTS)} (default: all)")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
-    parser.add_argument("--seconds", type=float, default=345.0, help="time after which no further check begins")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build")))
     arguments = parser.parse_args(argv)
     if unknown := sorted(set(arguments.parts) - set(PARTS)):
         parser.error(f"{', '.join(unknown)}: no such part; there are {', '.join(PARTS)}")

@@ -1,8 +1,10 @@
-"""What the parts of `benchmarks.gpu` share: device and scale, timing with a cold cache, the record of results."""
+"""What the GPU programs share: options, device and scale, timing with a cold cache, the record of results."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -39,6 +41,16 @@ class Setting:
 
     def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randn(shape, device=self.device, dtype=torch.float32).to(dtype)
+
+
+def argument_parser(doc: str | None, seconds: float) -> argparse.ArgumentParser:
+    """A parser of the options of all GPU programs. `seconds`: default of the time after which nothing else begins."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
+    parser.add_argument("--seconds", type=float, default=seconds, help="time after which nothing else begins")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build")))
+    return parser
 
 
 def timed(setting: Setting, call: Callable[[], object], repeats: int = 20) -> float:

@@ -15,7 +15,6 @@ compiling. Triton stores absolute paths, so the folder's place on that machine h
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu_kernels
-from benchmarks.gpu_setting import Setting, timed
+from benchmarks.gpu_setting import Setting, argument_parser, timed
 from kernels import aot
 from kernels.chunk_scan import kernel as chunk_scan
 from kernels.dispatch import forced
@@ -238,12 +237,8 @@ def move_cache(folder: Path, to: str) -> None:
 @torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, seconds=120.0)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"sweeps: {', '.join(SWEEPS)} (default: all)")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
-    parser.add_argument("--seconds", type=float, default=120.0, help="time after which no candidate is tried")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build")))
     parser.add_argument("--compile", type=Path, metavar="DIR", help="only compile all candidates, into this folder")
     parser.add_argument("--cache", default="/tmp/triton", help="place of that folder on the GPU machine")
     parser.add_argument("--target", choices=ARCHITECTURES, default="sm_90", help="architecture for --compile")
