@@ -24,22 +24,21 @@ class OmniImageRule:
 
     config: VisionConfig
 
-    def grid(self, height: int, width: int, *, max_patches: int | None = None) -> Grid:
-        """`target_grid` of an image of `height` x `width` pixels; `max_patches` lowers the limit for this image."""
+    def grid(self, height: int, width: int) -> Grid:
+        """`target_grid` of an image of `height` x `width` pixels."""
         config = self.config
         return target_grid(
             height,
             width,
             patch_size=config.patch_size,
             min_patches=config.min_num_patches,
-            max_patches=max_patches or config.patch_budget,
+            max_patches=config.patch_budget,
             merge_size=config.merge_size,
         )
 
     def patchify(
-        self, image_HWC: torch.Tensor, dtype: torch.dtype, *, max_patches: int | None = None, keep_bytes: bool = False,
-        watch: Stopwatch | None = None,
-    ) -> EncoderItem:  # fmt: skip
+        self, image_HWC: torch.Tensor, dtype: torch.dtype, *, keep_bytes: bool = False, watch: Stopwatch | None = None
+    ) -> EncoderItem:
         """Resizes, normalises and cuts one image.
 
         `image_HWC`: `[H, W, 3]` uint8. The resize is bicubic with antialiasing, in float32 on 0..255, and keeps values
@@ -53,7 +52,7 @@ class OmniImageRule:
 
         check_pixels(image_HWC)
         config = self.config
-        grid = self.grid(image_HWC.shape[0], image_HWC.shape[1], max_patches=max_patches)
+        grid = self.grid(image_HWC.shape[0], image_HWC.shape[1])
         size = (grid[0] * config.patch_size, grid[1] * config.patch_size)
         watch = watch or Stopwatch()
         if keep_bytes and tuple(image_HWC.shape[:2]) == size:

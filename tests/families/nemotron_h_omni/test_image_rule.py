@@ -136,8 +136,8 @@ def test_budget_of_a_call_is_clamped() -> None:
 
 
 def test_a_lower_budget_shrinks_the_grid() -> None:
-    config = small_config()
-    full, small = (config.image_rule.patchify(noise(120, 120), torch.float32, max_patches=n) for n in (None, 64))
+    rules = (config.image_rule for config in (small_config(), small_config(max_model_len=20)))
+    full, small = (rule.patchify(noise(120, 120), torch.float32) for rule in rules)
     assert full.grid == (16, 16) and small.grid == (8, 8)
 
 
