@@ -24,7 +24,7 @@ from typing import Any
 import saccade
 from benchmarks import machine, models, qwen_model
 from benchmarks.noise import noise_png
-from benchmarks.record import add_options, write_result
+from benchmarks.record import add_options, show, write_result
 
 SYSTEM_TOKENS = 1700
 ANSWER = 8
@@ -109,8 +109,7 @@ def system_prompt(client: saccade.LocalClient, *, chat: bool, count: int = 10) -
 def table(title: str, lines: Sequence[Line]) -> str:
     names = [field.name for field in dataclasses.fields(Line)]
     rows = [names, *([f"{v:.0f}" for v in dataclasses.astuple(line)] for line in lines)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
-    return "\n".join([title, *("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows)])
+    return f"{title}\n{show(rows)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,10 +1,11 @@
-"""The folder of committed results, and that of the models."""
+"""The folder of committed results, and that of the models; tables of results."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -29,3 +30,9 @@ def write_result(name: str, result: object) -> Path:
     path = path_of(name)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
+
+
+def show(rows: Sequence[Sequence[str]]) -> str:
+    """The rows of a table as text, with columns aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

@@ -19,7 +19,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch
 
 import saccade
 from benchmarks import machine
-from benchmarks.record import write_result
+from benchmarks.record import show, write_result
 from decoder.arena import ArenaLayout
 from decoder.config import DecoderConfig, DecoderOptions
 from demo import data
@@ -118,6 +118,11 @@ def decoder_seconds(client: saccade.LocalClient) -> float:
     return float(client._service.stats()["decode_seconds"])
 
 
+def grown(after: Mapping[str, int], before: Mapping[str, int], name: str) -> int:
+    """By how much a counter of the decoder has grown."""
+    return int(after.get(name, 0) - before.get(name, 0))
+
+
 def compare(
     text: str, asks: Sequence[Ask], plain: saccade.LocalClient, other: saccade.LocalClient, drafts: str, batch: int,
     rounds: int,
@@ -133,15 +138,12 @@ def compare(
     spent = [decoder_seconds(side) - seconds for side, seconds in zip(sides, spent, strict=True)]
     after = other._service.stats()["decoder"]
 
-    def grown(name: str) -> int:
-        return int(after.get(name, 0) - before.get(name, 0))
-
-    drafted = grown("drafted_1")
+    drafted = grown(after, before, "drafted_1")
     return Line(
         text, drafts, batch, statistics.median(b / a for a, b in speeds), spent[0] / spent[1],
         statistics.median(a for a, _ in speeds), statistics.median(b for _, b in speeds),
-        grown("accepted_1") / drafted if drafted else float("nan"),
-        grown("output_tokens") / max(1, grown("steps")), same,
+        grown(after, before, "accepted_1") / drafted if drafted else float("nan"),
+        grown(after, before, "output_tokens") / max(1, grown(after, before, "steps")), same,
     )  # fmt: skip
 
 
@@ -157,11 +159,6 @@ def memory(config: DecoderConfig, draft_tokens: int = 3) -> dict[str, int]:
         "held_replay": replay.slot_bytes + replay.ring_bytes,
         "held_slots": slots.slots_per_seq * slots.slot_bytes,
     }
-
-
-def show(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

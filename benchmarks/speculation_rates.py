@@ -21,9 +21,9 @@ from typing import Any
 
 import saccade
 from benchmarks import machine, scripted_models
-from benchmarks.record import add_options, write_result
+from benchmarks.record import add_options, show, write_result
 from benchmarks.scripted_models import RATES, Script
-from benchmarks.speculation import Ask, decoder_seconds, show, timed
+from benchmarks.speculation import Ask, decoder_seconds, grown, timed
 
 MODELS = {"nemotron_h": scripted_models.nemotron_model, "qwen3_5": scripted_models.qwen_model}
 PROMPT = 40
@@ -64,10 +64,6 @@ def asks(script: Script, text: str, requests: int, tokens: int) -> list[Ask]:
         return of
 
     return [ask(request) for request in range(requests)]
-
-
-def grown(after: dict[str, Any], before: dict[str, Any], name: str) -> int:
-    return int(after.get(name, 0) - before.get(name, 0))
 
 
 def compare(
