@@ -6,6 +6,7 @@ a step needs one copy to the device, and a captured graph has one address to upd
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -101,10 +102,10 @@ class ScanTables:
                 raise ValueError(f"the tables have room for {sizes[name]} {name}, the step has {need}")
         spare = sizes["rows"] - len(lengths)
         end = begins[-1]
-        kept_by = [sum(row == owner for owner, _, _ in saves) for row in range(len(lengths))]
+        kept_by = Counter(row for row, _, _ in saves)
         values = [0, *accumulate(counts), *[len(table)] * spare]
         values += _flat(table, sizes["entries"], (-1, end, end, -1))
-        values += [0, *accumulate(kept_by), *[len(saves)] * spare]
+        values += [0, *accumulate(kept_by[row] for row in range(len(lengths))), *[len(saves)] * spare]
         values += _flat([(stop, slot) for _, stop, slot in sorted(saves)], sizes["saves"], (-1, -1))
         values += _flat(cut, sizes["tiles"], (-1, -1))
         buffer = upload(values, torch.int32, device)
