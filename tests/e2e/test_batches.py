@@ -423,13 +423,14 @@ def test_a_batch_that_ends_before_it_resumes_counts_its_answers(text_model: Path
         **LIMITS, "batch_dir": str(tmp_path / "batches"), "api_keys": str(tmp_path / "keys.toml"),
         "batch_concurrency": 2,
     }  # fmt: skip
-    rows = [row(i, tokens=9999 if i == 1 else 300, ignore_eos=True) for i in range(40)]
+    rows = [row(i, tokens=9999 if i == 1 else 300, ignore_eos=True) for i in range(100)]
     with RunningServer(str(text_model), **options) as server:
         with saccade.Client(server.address, api_key="sk-a") as client:
             batch = client.batches.create(lines(rows) + b"\n \n")
             for now in client.batches.watch(batch.batch_id):
                 if now.completed > 2:
                     break
+        server.loop.call_soon_threadsafe(server.server.drain)  # the batch would go on until it is complete
     output = tmp_path / "batches" / batch.batch_id / "output.jsonl"
     whole = [json.loads(line) for line in output.read_bytes().splitlines()]
     size = output.stat().st_size
@@ -440,7 +441,7 @@ def test_a_batch_that_ends_before_it_resumes_counts_its_answers(text_model: Path
         assert server.run(_over(server, "a", batch.batch_id)) == ("failed", "KEY_REVOKED")
         assert server.server.batches is not None
         over = server.server.batches.store.record(batch.batch_id)
-    assert (over.total, over.completed, over.failed) == (40, len(whole) - 1, 1) and over.completed > 2
+    assert (over.total, over.completed, over.failed) == (100, len(whole) - 1, 1) and over.completed > 2
     assert over.completion_tokens == over.completed * 300
     assert over.output_bytes == output.stat().st_size == size
 
