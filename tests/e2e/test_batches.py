@@ -269,7 +269,7 @@ def test_cancelled_too_many_errors_and_no_room(text_model: Path, tmp_path: Path)
 def test_an_error_does_not_name_the_folders_of_the_server(text_model: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {**LIMITS, "batch_dir": str(tmp_path), "batch_concurrency": 2}
     with RunningServer(str(text_model), **options) as server, saccade.Client(server.address) as client:
-        batch = client.batches.create(lines([row(i, tokens=300, ignore_eos=True) for i in range(40)]))
+        batch = client.batches.create(lines([row(i, tokens=300, ignore_eos=True) for i in range(300)]))
         for now in client.batches.watch(batch.batch_id):
             if now.completed:
                 break
@@ -349,6 +349,7 @@ def test_max_errors_counts_the_rows_before_a_restart(text_model: Path, tmp_path:
         for now in client.batches.watch(batch.batch_id):
             if now.completed and now.failed == 2:
                 break
+        server.loop.call_soon_threadsafe(server.server.drain)  # the batch would go on until it fails
     with RunningServer(str(text_model), **options) as server, saccade.Client(server.address) as client:
         over = client.batches.wait(batch.batch_id)
         assert (over.state, over.reason, over.failed) == ("failed", "BATCH_ERRORS", 3)
