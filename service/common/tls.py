@@ -47,6 +47,15 @@ def certificate_and_key(certificate: str | None, key: str | None, names: tuple[s
     return certificate, key
 
 
+def check_client_files(authority: str, certificate: str | None, key: str | None, names: tuple[str, str, str]) -> None:
+    """Checks the PEM files of a client that trusts servers whose certificates `authority` has signed, and has a
+    certificate of its own unless `certificate` and `key` are both None. `names`: of their options, for errors. Raises
+    ConfigError."""
+    if certificate is not None or key is not None:
+        check_pair(*certificate_and_key(certificate, key, names[1:]), ", ".join(names[1:]))
+    check_authority(authority, names[0])
+
+
 def is_loopback(host: str, name: str) -> bool:
     """Whether the host is a loopback address. `name`: of the option that names it. Raises ConfigError for a host name
     that does not resolve."""

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from service.common.config import ConfigError, EngineOptions
-from service.common.tls import certificate_and_key, check_authority, check_pair, is_loopback, read_pem
+from service.common.tls import check_client_files, is_loopback, read_pem
 from service.common.watch import Watched
 
 
@@ -17,12 +17,8 @@ def client_credentials(authority: str, certificate: str | None, key: str | None,
     """`grpc.ChannelCredentials` of a client that trusts servers whose certificates `authority` has signed, and has a
     certificate of its own unless `certificate` and `key` are both None. All are paths of PEM files; `names`: of their
     options, for errors. Raises ConfigError."""
-    pair: list[bytes] = []
-    if certificate is not None or key is not None:
-        certificate, key = certificate_and_key(certificate, key, names[1:])
-        check_pair(certificate, key, ", ".join(names[1:]))
-        pair = [read_pem(key, names[2]), read_pem(certificate, names[1])]
-    check_authority(authority, names[0])
+    check_client_files(authority, certificate, key, names)
+    pair = [read_pem(path, name) for path, name in ((key, names[2]), (certificate, names[1])) if path is not None]
     return grpc.ssl_channel_credentials(read_pem(authority, names[0]), *pair)
 
 

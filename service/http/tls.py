@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 
 from service.common.config import ConfigError, HttpFrontOptions
-from service.common.tls import TlsFiles, certificate_and_key, check_authority, check_pair, tls_files
+from service.common.tls import TlsFiles, check_authority, check_client_files, check_pair, tls_files
 from service.common.watch import Watched
 
 
@@ -37,10 +37,7 @@ def check_servers(options: HttpFrontOptions) -> None:
         if certificate is not None or key is not None:
             raise ConfigError("servers_ca: a certificate for gRPC servers needs TLS; name the authority of theirs")
         return
-    check_authority(authority, "servers_ca")
-    if certificate is not None or key is not None:
-        names = "servers_cert", "servers_cert_key"
-        check_pair(*certificate_and_key(certificate, key, names), ", ".join(names))
+    check_client_files(authority, certificate, key, ("servers_ca", "servers_cert", "servers_cert_key"))
 
 
 def _context(files: TlsFiles) -> ssl.SSLContext:
