@@ -17,7 +17,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
-from generators import diagram, errors, gpu, grpc, http, metrics, options, results, sdk  # noqa: E402 - after the path is set
+from generators import diagram, errors, gpu, grpc, http, metrics, options, results, sdk, summary  # noqa: E402
 
 PARTS: dict[str, Callable[[], str]] = {
     "services": grpc.services,
@@ -31,7 +31,11 @@ PARTS: dict[str, Callable[[], str]] = {
     "options of http": options.http_options,
     "metrics": metrics.metrics,
     "comparison": results.overview,
-    "hybrid beside vllm": results.hybrid_vllm,
+    "processors beside vllm": summary.beside_vllm,
+    "processors beside llama.cpp": summary.beside_llamacpp,
+    "other models": summary.others,
+    "int8 activations": summary.int8_activations,
+    "int4 activations": summary.int4_activations,
     "a processor without bf16 instructions": results.without_bf16,
     "a zen 5 processor": results.zen5,
     "a zen 4 processor": results.zen4,
@@ -41,8 +45,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "contexts": results.contexts,
     "load over http": results.http_load,
     "drafts": results.drafts,
-    "hybrid int8 beside vllm": results.hybrid_int8,
-    "hybrid beside transformers": results.hybrid_transformers,
     "qwen3_5 beside vllm": results.qwen_vllm,
     "qwen3_5 beside llama.cpp": results.qwen_llamacpp,
     "lfm2_vl beside vllm": results.lfm_vllm,

@@ -66,14 +66,18 @@ def machine_line(found: dict[str, Any]) -> str:
     )
 
 
-def _workload(name: str) -> str:
-    """A description of a workload from its name: "decode 8", "prefill 32x128", or a kind of image and their number."""
+def workload(name: str) -> str:
+    """A description of a workload from its name: "decode 8", "prefill 32x128", or a kind of image and their number, and
+    what else is said of it after a comma."""
+    name, comma, rest = name.partition(",")
+    if comma:
+        return f"{workload(name)},{rest}"
     kind, _, size = name.partition(" ")
     count, _, tokens = size.partition("x")
     if kind == "decode":
         return "1 request, short prompt" if count == "1" else f"{count} requests, short prompts"
     if kind == "prefill":
-        return f"prompts of {tokens} tokens, {count} at a time"
+        return f"prompts of {int(tokens):,} tokens, {count} at a time"
     return "1 image" if count == "1" else f"{count} images of different sizes"
 
 
@@ -96,16 +100,11 @@ def comparison_table(pattern: str, peer: str) -> str:
         shares = [row.get("floor_fraction"), row.get("peer_floor_fraction")]
         shown = [f"{share:.0%}".replace("%", " %") if share is not None else "" for share in shares]
         cells = (
-            _workload(row["workload"]), f"{row['ours_tokens_s']:,.0f}", f"{row['peer_tokens_s']:,.0f}",
+            workload(row["workload"]), f"{row['ours_tokens_s']:,.0f}", f"{row['peer_tokens_s']:,.0f}",
             _ratio(row), *shown,
         )  # fmt: skip
         lines.append(re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(cells)} |"))
     return "\n".join([*lines, "", *(f"{machine_line(one)}  " for one in found)])
-
-
-def hybrid_vllm() -> str:
-    """The random hybrid model of 116 M parameters, compared with vLLM."""
-    return comparison_table("compare-vllm-zen5", "vLLM")
 
 
 INTEL = {
@@ -122,7 +121,8 @@ ZEN1 = {
 }  # fmt: skip
 """Peer and title of a comparison, by kind, of the results labelled `zen1`."""
 KINDS = {
-    "vllm": ("vLLM", "116 M parameters, bfloat16"),
+    "vllm": ("vLLM", "116 M parameters, bfloat16"), "transformers": ("transformers", "116 M parameters, bfloat16"),
+    "vllm-int8": ("vLLM", "116 M parameters, int8, beside bfloat16"),
     "vllm-8192-tokens": ("vLLM", "116 M parameters, bfloat16, prompts of 8,192 tokens"),
     "vllm-600m": ("vLLM", "0.6 B parameters"), "vllm-1500m": ("vLLM", "1.5 B parameters"),
     "vllm-avx512vnni": ("vLLM", "116 M parameters, AVX-512 without bfloat16 on both sides"),
@@ -144,9 +144,9 @@ KINDS = {
 """Peer and title of a comparison on one processor, by kind without the processor's label."""
 
 
-def labelled(label: str, *, without: str = "") -> dict[str, tuple[str, str]]:
-    """`KINDS` with a processor's label added to each kind, `without` the one that is shown elsewhere."""
-    return {f"{kind}-{label}": named for kind, named in KINDS.items() if kind != without}
+def labelled(label: str) -> dict[str, tuple[str, str]]:
+    """`KINDS` with a processor's label added to each kind."""
+    return {f"{kind}-{label}": named for kind, named in KINDS.items()}
 
 
 def titled_tables(kinds: dict[str, tuple[str, str]]) -> str:
@@ -164,8 +164,8 @@ def without_bf16() -> str:
 
 
 def zen5() -> str:
-    """The comparisons on Zen 5, except the one that `hybrid_vllm` shows."""
-    return titled_tables(labelled("zen5", without="vllm"))
+    """The comparisons on Zen 5."""
+    return titled_tables(labelled("zen5"))
 
 
 def amx() -> str:
@@ -196,16 +196,6 @@ def contexts() -> str:
             cells = (name, f"{row['tokens']:,}", f"{row['prompt_us_per_token']:,.0f}", f"{row['step_ms']:.2f}")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", machine_line(found)])
-
-
-def hybrid_int8() -> str:
-    """The hybrid model of `hybrid_vllm` with int8 weights, compared with vLLM with bfloat16 weights."""
-    return comparison_table("compare-vllm-int8", "vLLM")
-
-
-def hybrid_transformers() -> str:
-    """The hybrid model of `hybrid_vllm`, compared with transformers."""
-    return comparison_table("compare-transformers-zen5", "transformers")
 
 
 def qwen_vllm() -> str:
@@ -292,7 +282,7 @@ def overview() -> str:
     for row in vllm["rows"]:
         name = row["workload"]
         beside = " | ".join(f"{of[name]:.1f} x" if name in of else "" for of in ratios)
-        lines.append(f"| {_workload(name)} | {row['ours_tokens_s']:,.0f} | {row['peer_tokens_s']:,.0f} | {beside} |")
+        lines.append(f"| {workload(name)} | {row['ours_tokens_s']:,.0f} | {row['peer_tokens_s']:,.0f} | {beside} |")
     machine = vllm["machine"]
     where = (
         f"Measured on {vllm['date']} on {machine['cores']} cores of an {machine['processor']} processor (Zen 5), in "
