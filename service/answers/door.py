@@ -92,13 +92,6 @@ class Door:
             if info.generations == 0:
                 self._access.write(info, **info.tokens, seconds=time.monotonic() - info.started)
 
-    @contextlib.contextmanager
-    def probed(self) -> Iterator[Admitted]:
-        """Admits a call that needs no key, such as a health probe: its message is limited in size and time, and it is
-        neither counted nor logged. Raises StatusError."""
-        with self._budget.hold() as held:
-            yield Admitted(CallInfo(), held, self.limits, self._budget.limit)
-
 
 @dataclass
 class Admitted:

@@ -27,6 +27,10 @@ from service.rpc.statuses import abort
 # Probes have no key, and must work while everything else is rejected. The HTTP process holds requests open before it
 # passes on their keys.
 OPEN_SERVICES = ("/grpc.health.v1.Health/", HOLD)
+OPEN_BYTES, OPEN_SECONDS = 1024, 5.0
+"""Largest message of their methods, and the time that it may take to arrive. It is not counted in the budget, which
+callers without a key could fill with messages that never end. A Watch of the health service keeps its message until it
+ends."""
 
 
 class DoorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -40,7 +44,7 @@ class DoorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if handler is None:
             return None
         if details.method.startswith(OPEN_SERVICES):
-            return _open(handler, self._door)
+            return _open(handler)
         method, headers = details.method, dict(details.invocation_metadata or ())
 
         @contextlib.asynccontextmanager
@@ -72,14 +76,19 @@ def _as_streams(handler: Any, unary: Any, stream: Any) -> Any:
     return grpc.stream_unary_rpc_method_handler(unary, response_serializer=serializer)
 
 
-def _open(handler: Any, door: Door) -> Any:
-    """A handler for methods that need no key and take one message."""
+def _open(handler: Any) -> Any:
+    """A handler for methods that need no key and take one small message. They are neither counted nor logged."""
 
     async def request(source: Any, context: Any) -> Any:
         try:
-            with door.probed() as call:
-                return handler.request_deserializer(await _Messages(handler, call).only(source))
-        except (errors.StatusError, DecodeError) as error:
+            async with asyncio.timeout(OPEN_SECONDS):
+                data = await _given(anext(source, None))
+            if len(data) > OPEN_BYTES:
+                raise errors.InvalidArgument(
+                    f"the message has {len(data)} bytes; at most {OPEN_BYTES} are allowed", reason="MESSAGE_TOO_LARGE"
+                )
+            return handler.request_deserializer(data)
+        except (errors.StatusError, DecodeError, TimeoutError) as error:
             await abort(context, errors.to_status(error))
 
     async def unary(source: Any, context: Any) -> Any:
@@ -89,6 +98,13 @@ def _open(handler: Any, door: Door) -> Any:
         await handler.unary_stream(await request(source, context), context)
 
     return _as_streams(handler, unary, stream)
+
+
+async def _given(message: Awaitable[bytes | None]) -> bytes:
+    """The message of a method that takes one. Raises InvalidArgument if there is none."""
+    if (data := await message) is None:
+        raise errors.InvalidArgument("the call ended without a message", reason="MALFORMED_MESSAGE")
+    return data
 
 
 @dataclass
@@ -115,14 +131,8 @@ class _Messages:
         """The parsed request, or an iterator over the parsed requests of a stream."""
         if self.handler.request_streaming:
             return self._each(source)
-        return await self._parsed(await self.only(source))
-
-    async def only(self, source: AsyncIterator[bytes]) -> bytes:
-        """The message of a method that takes one message."""
-        data = await self.call.arrival(anext(source, None), seconds=self.call.limits.receive_timeout)
-        if data is None:
-            raise errors.InvalidArgument("the call ended without a message", reason="MALFORMED_MESSAGE")
-        return data
+        message = self.call.arrival(anext(source, None), seconds=self.call.limits.receive_timeout)
+        return await self._parsed(await _given(message))
 
     async def _each(self, source: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         while (data := await self._next(source)) is not None:

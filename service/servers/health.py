@@ -43,31 +43,22 @@ def add_standard_services(server: grpc.aio.Server, services: list[str]) -> SetHe
 def _add_health(server: grpc.aio.Server, services: list[str]) -> SetHealth | None:
     """A function that sets health; None if the package is not installed. `LIVENESS` is SERVING from here on."""
     try:
-        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+        from grpc_health.v1 import health_pb2_grpc
     except ImportError:
         log.warning("grpcio-health-checking is not installed: no health service")
         return None
-    health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    loop = asyncio.get_running_loop()
-    pending: set[asyncio.Task[None]] = set()
+    from service.rpc.health import HealthServicer  # imported here: it needs the package
 
-    words = {True: health_pb2.HealthCheckResponse.SERVING, False: health_pb2.HealthCheckResponse.NOT_SERVING}
+    servicer = HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    loop = asyncio.get_running_loop()
 
     def set_health(serving: bool, live: bool | None = None, /) -> None:
-        async def apply() -> None:
-            for name in ("", *services):
-                await health_servicer.set(name, words[serving])
-            if live is not None:
-                await health_servicer.set(LIVENESS, words[live])
-
-        def start() -> None:
-            task = loop.create_task(apply())
-            pending.add(task)
-            task.add_done_callback(pending.discard)
-
+        states = dict.fromkeys(("", *services), serving)
+        if live is not None:
+            states[LIVENESS] = live
         with contextlib.suppress(RuntimeError):  # the loop may be closed when the engine dies last
-            loop.call_soon_threadsafe(start)
+            loop.call_soon_threadsafe(servicer.set, states)
 
     set_health(False, True)
     return set_health

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from running import RunningServer
 
 from saccade.v1 import inference_pb2, media_pb2
 from service.answers import door
-from service.rpc import kserve_messages
+from service.rpc import interceptor, kserve_messages
 
 MESSAGE = 2**18
 GENERATE = "/saccade.v1.InferenceService/Generate"
@@ -70,16 +71,33 @@ def test_a_body_that_is_long_in_coming_is_on_the_account_and_one_key_gets_half(
         assert set(one.answers(2)) < set(first)
         assert stubs.inference.Generate(ask(max_tokens=1), metadata=bearer("two")).samples
         other.begin(UPLOAD, MESSAGE, key="sk-secret-two")
-        other.begin(CHECK, MESSAGE)
-        assert held(bounded, 5 * MESSAGE) == 5 * MESSAGE
+        assert held(bounded, 4 * MESSAGE) == 4 * MESSAGE
     assert held(bounded, 0) == 0
+
+
+def test_probes_without_a_key_take_nothing_from_the_budget(
+    bounded: RunningServer, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interceptor, "OPEN_SECONDS", 0.5)
+    monkeypatch.setattr(door, "QUICK_SECONDS", 0.0)
+    with RawClient(bounded.address) as raw, ThreadPoolExecutor(1) as beside:
+        probes = [raw.begin(CHECK, MESSAGE - 10, b"\n") for _ in range(8)]
+        ended = beside.submit(raw.answers, 8)
+        while not ended.done():
+            assert stubs.inference.Generate(ask(max_tokens=1), metadata=bearer("one")).samples
+        assert set(ended.result()) == set(probes)
+    health = health_pb2_grpc.HealthStub(stubs.channel)
+    for method in (health.Check, lambda request: next(health.Watch(request))):
+        with pytest.raises(grpc.RpcError) as error:
+            method(health_pb2.HealthCheckRequest(service="x" * interceptor.OPEN_BYTES))
+        assert reason(error.value) == ("INVALID_ARGUMENT", "MESSAGE_TOO_LARGE")
 
 
 def test_a_body_has_a_time_to_arrive_in(text_model: Path) -> None:
     with RunningServer(str(text_model), max_seqs=2, max_len=100, receive_timeout=0.3, stall_timeout=0.3) as running:
         with RawClient(running.address) as raw:
-            numbers = [raw.begin(method, 1000, b"\n") for method in (GENERATE, UPLOAD, CHECK)]
-            assert sorted(raw.answers(3)) == numbers
+            numbers = [raw.begin(method, 1000, b"\n") for method in (GENERATE, UPLOAD)]
+            assert sorted(raw.answers(2)) == numbers
         with connect(running.address) as stubs:
             call = stubs.inference.Generate(ask(max_tokens=50))  # the timeout is that of the message, not of the call
             assert len(call.samples[0].token_ids) == 50

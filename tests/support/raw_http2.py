@@ -8,6 +8,7 @@ import struct
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, SETTINGS, PING = 0, 1, 4, 6
 ACK, END_HEADERS = 1, 4
+INITIAL_WINDOW_SIZE = 4
 
 
 def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
@@ -22,10 +23,12 @@ def header(name: str, value: str) -> bytes:
 class RawClient:
     """One connection. A context manager."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, window: int | None = None) -> None:
+        """`window`: bytes of an answer that the server may send; None: the default, 65,535."""
         host, _, port = address.rpartition(":")
         self.socket = socket.create_connection((host, int(port)), timeout=60)
-        self.socket.sendall(PREFACE + frame(SETTINGS, 0, 0, b""))
+        settings = b"" if window is None else struct.pack(">HI", INITIAL_WINDOW_SIZE, window)
+        self.socket.sendall(PREFACE + frame(SETTINGS, 0, 0, settings))
         self._stream = -1
 
     def begin(self, method: str, size: int, data: bytes = b"", key: str | None = None) -> int:
@@ -42,6 +45,13 @@ class RawClient:
             + frame(DATA, 0, self._stream, b"\0" + struct.pack(">I", size) + data)
         )
         return self._stream
+
+    def until_begun(self) -> None:
+        """Waits for the headers of an answer."""
+        kind = None
+        while kind != HEADERS:
+            length, kind, _, _ = self._head()
+            self._take(length)
 
     def answers(self, count: int) -> list[int]:
         """Numbers of ended streams in order, once there are `count`."""

@@ -276,10 +276,3 @@ def test_a_client_that_does_something_while_its_answer_is_dropped(entrance: Entr
     with pytest.raises(expected):
         asyncio.run(main())
     assert entrance.calls("DEADLINE_EXCEEDED") == 1
-
-
-def test_a_probe_needs_no_key_and_is_not_counted(entrance: Entrance) -> None:
-    with entrance.door.probed() as call:
-        call.held(300)
-        assert entrance.budget.used == 300
-    assert entrance.budget.used == 0 and entrance.lines == [] and entrance.calls("OK") == 0

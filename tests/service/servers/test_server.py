@@ -16,6 +16,7 @@ import grpc
 import pytest
 from fake_engine import FakeEngine
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from raw_http2 import RawClient
 from rpc import ask, connect
 from running import RunningServer
 from served import VOCAB, make_served
@@ -86,6 +87,26 @@ def test_a_server_whose_engine_has_ended_is_not_serving_when_it_has_started(tmp_
     running.server.engine_changed(True)
     assert states(running) == of(SERVING, SERVING)
     running.close()
+
+
+def test_a_watch_is_told_of_changes_after_another_has_ended(running: RunningServer) -> None:
+    with grpc.insecure_channel(running.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        first, second = (stub.Watch(health_pb2.HealthCheckRequest(), timeout=60) for _ in range(2))
+        assert next(first).status == next(second).status == SERVING
+        first.cancel()
+        for _ in range(10):  # calls after the cancellation on the same connection
+            stub.Check(health_pb2.HealthCheckRequest())
+        running.server.engine_changed(False)
+        assert next(second).status == NOT_SERVING
+
+
+def test_a_watch_that_is_not_read_delays_no_change(running: RunningServer) -> None:
+    with RawClient(running.address, window=0) as raw:
+        raw.begin("/grpc.health.v1.Health/Watch", 0)
+        raw.until_begun()
+        running.server.engine_changed(False)
+        assert states(running) == of(NOT_SERVING, SERVING)
 
 
 class Silent(FakeEngine):
