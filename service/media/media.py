@@ -49,6 +49,28 @@ class Media:
     expires: float
 
 
+class _Files(dict[tuple[str, str], Media]):
+    """Complete files by tenant and id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: Counter[str] = Counter()
+        """Bytes of each tenant."""
+
+    def put(self, key: tuple[str, str], media: Media) -> None:
+        """Adds a file, or replaces its description."""
+        if key in self:
+            self.take(key)
+        self[key] = media
+        self.used[key[0]] += media.size
+
+    def take(self, key: tuple[str, str]) -> Media:
+        """Removes a file."""
+        media = self.pop(key)
+        self.used[key[0]] -= media.size
+        return media
+
+
 class Spool:
     """The uploaded files of all tenants."""
 
@@ -66,8 +88,9 @@ class Spool:
         self._directory, self._capacity, self._ttl, self._clock = directory, capacity, ttl, clock
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._media: dict[tuple[str, str], Media] = {}
+        self._media = _Files()
         self._reserved: Counter[str] = Counter()
+        """Bytes of each tenant's running uploads."""
         self._incoming = directory / self._incoming_name
         self._incoming.mkdir(parents=True, exist_ok=True, mode=0o700)
         for part in self._incoming.iterdir():
@@ -78,15 +101,17 @@ class Spool:
     def used_bytes(self) -> int:
         """Bytes of complete files and of running uploads."""
         with self._lock:
-            return sum(size for _, size, _ in self._held())
+            return self._usage().total()
 
-    def _held(self) -> Iterator[tuple[str, int, float]]:
-        """Tenant, bytes and expiry of everything that counts towards the limits: running uploads, whose expiry is
-        infinite, and complete files. The caller must hold the lock."""
-        for tenant, size in self._reserved.items():
-            yield tenant, size, math.inf
-        for (tenant, _), media in self._media.items():
-            yield tenant, media.size, media.expires
+    def _usage(self) -> Counter[str]:
+        """Bytes that count towards the limits, by tenant. The caller must hold the lock."""
+        return self._media.used + self._reserved
+
+    def _first_expiry(self, tenant: str | None) -> float:
+        """When the first complete file of a tenant, or of all, expires; infinite if there is none. The caller must hold
+        the lock."""
+        found = (media.expires for (owner, _), media in self._media.items() if tenant in (None, owner))
+        return min(found, default=math.inf)
 
     def _exclusive(self) -> contextlib.AbstractContextManager[Any]:
         """Keeps out other processes that use the folder. This spool has no others."""
@@ -105,7 +130,7 @@ class Spool:
                 continue
             # The header is read when it is asked for, so that a server starts without waiting for image workers.
             media = Media(path.name, status.st_size, 0, 0, "", status.st_mtime + self._ttl)
-            self._media[path.parent.name, path.name] = media
+            self._media.put((path.parent.name, path.name), media)
         self.sweep()
 
     def sweep(self) -> int:
@@ -116,7 +141,7 @@ class Spool:
             return sum(self._forget(key) for key in expired)
 
     def _forget(self, key: tuple[str, str]) -> int:
-        media = self._media.pop(key)
+        media = self._media.take(key)
         self._path(key).unlink(missing_ok=True)
         return media.size
 
@@ -134,35 +159,42 @@ class Spool:
                 f"size_bytes is {size}; at most {self._max_bytes} are allowed",
                 field="header.size_bytes", reason="IMAGE_TOO_LARGE",
             )  # fmt: skip
-        self.sweep()
         path = self._incoming / f"{tenant}-{size}-{secrets.token_hex(16)}"
-        with contextlib.ExitStack() as ends:
+
+        def reserved() -> Upload:
             with self._exclusive(), self._lock:
                 self._check_room(tenant, size)
                 upload = Upload(self, path, tenant, size)
                 self._reserved[tenant] += size
-            ends.callback(self._release, tenant, size)
+                return upload
+
+        def release() -> None:
+            with self._lock:
+                self._reserved[tenant] -= size
+
+        try:
+            upload = reserved()
+        except errors.ResourceExhausted:  # only then, since it looks at each file
+            self.sweep()
+            upload = reserved()
+        with contextlib.ExitStack() as ends:
+            ends.callback(release)
             ends.callback(path.unlink, missing_ok=True)
             ends.callback(upload.close)
             yield upload
 
-    def _release(self, tenant: str, size: int) -> None:
-        with self._lock:
-            self._reserved[tenant] -= size
-
     def _check_room(self, tenant: str, size: int) -> None:
         """Raises ResourceExhausted if `size` more bytes exceed a limit; its retry delay is the time until the first
         file expires, if there is one. The caller must hold the lock."""
-        held = list(self._held())
-        mine = [item for item in held if item[0] == tenant]
-        for items, capacity, whose in (
-            (held, self._capacity, "uploaded media"), (mine, self._tenant_capacity, "your uploads"),
-        ):  # fmt: skip
-            used = sum(count for _, count, _ in items)
-            first = min((expires for _, _, expires in items), default=math.inf)
-            if used + size > capacity:
+        used = self._usage()
+        for owner, held, capacity, whose in (
+            (None, used.total(), self._capacity, "uploaded media"),
+            (tenant, used[tenant], self._tenant_capacity, "your uploads"),
+        ):
+            if held + size > capacity:
+                first = self._first_expiry(owner)
                 raise _full(
-                    f"{whose} fill {used} of {capacity} bytes, and this one has {size}",
+                    f"{whose} fill {held} of {capacity} bytes, and this one has {size}",
                     None if first == math.inf else max(0.001, first - self._clock()),
                 )
 
@@ -171,7 +203,8 @@ class Spool:
         with _disk(), self._exclusive(), self._lock:
             self._path(key).parent.mkdir(exist_ok=True, mode=0o700)
             os.replace(path, self._path(key))
-            self._media[key] = media = replace(media, expires=self._clock() + self._ttl)
+            media = replace(media, expires=self._clock() + self._ttl)
+            self._media.put(key, media)
         return media
 
     def get(self, tenant: str, media_id: str) -> Media:
@@ -201,7 +234,7 @@ class Spool:
         now = self._clock()
         with self._lock:
             if (media := self._media.get((tenant, media_id))) is not None:
-                self._media[tenant, media_id] = replace(media, expires=now + self._ttl)
+                self._media.put((tenant, media_id), replace(media, expires=now + self._ttl))
             with contextlib.suppress(FileNotFoundError):  # another process may have received it, and may delete it
                 os.utime(self._path((tenant, media_id)), (now, now))
 
@@ -230,6 +263,7 @@ class Spool:
         with self._lock:
             for key, media in self._media.items():
                 assert self._path(key).stat().st_size == media.size, key
+            assert self._media.used.total() == sum(media.size for media in self._media.values())
             if not self._reserved.total():
                 assert not list(self._incoming.iterdir()), "files of uploads that have ended"
 
@@ -256,22 +290,32 @@ class SharedSpool(Spool):
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _held(self) -> Iterator[tuple[str, int, float]]:
-        """Everything that counts towards the limits, of all processes."""
+    def _usage(self) -> Counter[str]:
+        """Bytes that count towards the limits, by tenant, of all processes."""
+        used: Counter[str] = Counter()
         for member in range(self._members):  # first, so that an upload that is committed meanwhile is not missed
             for path in self._directory.glob(f"incoming-{member}/*-*-*"):
                 tenant, reserved, _ = path.name.rsplit("-", 2)
-                yield tenant, int(reserved), math.inf
-        for path, size, expires in self._files():
-            yield path.parent.name, size, expires
+                used[tenant] += int(reserved)
+        for tenant, _, size, _ in self._files():
+            used[tenant] += size
+        return used
 
-    def _files(self) -> Iterator[tuple[Path, int, float]]:
-        """Path, bytes and expiry of the complete files of all processes."""
-        for path in self._directory.glob("*/*"):
-            if _ID.fullmatch(path.name):
-                with contextlib.suppress(FileNotFoundError):
-                    status = path.stat()
-                    yield path, status.st_size, status.st_mtime + self._ttl
+    def _first_expiry(self, tenant: str | None) -> float:
+        """When the first complete file of a tenant, or of all, expires; infinite if there is none."""
+        found = (expires for owner, _, _, expires in self._files() if tenant in (None, owner))
+        return min(found, default=math.inf)
+
+    def _files(self) -> Iterator[tuple[str, str, int, float]]:
+        """Tenant, id, bytes and expiry of the complete files of all processes."""
+        for folder in self._directory.iterdir():
+            if not folder.is_dir():
+                continue
+            for entry in os.scandir(folder):  # a third of the time that `Path` takes
+                if _ID.fullmatch(entry.name):
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat()
+                        yield folder.name, entry.name, status.st_size, status.st_mtime + self._ttl
 
     def _find(self, tenant: str, media_id: str) -> Media:
         """The description as far as it is known. Raises NotFound."""
@@ -299,12 +343,12 @@ class SharedSpool(Spool):
         """Deletes expired files of all processes; returns the bytes freed."""
         now, freed = self._clock(), 0
         with self._exclusive(), self._lock:
-            for path, size, expires in list(self._files()):
+            for tenant, media_id, size, expires in list(self._files()):
                 if expires <= now:
-                    path.unlink(missing_ok=True)
+                    self._path((tenant, media_id)).unlink(missing_ok=True)
                     freed += size
             for key in [key for key in self._media if not self._path(key).exists()]:
-                del self._media[key]
+                self._media.take(key)
         return freed
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from clock import Clock
+from counting import lines_run
 from images import png
 
 from encoder.images import read_header
@@ -126,6 +127,19 @@ def test_uploads_of_one_tenant_share_its_part(tmp_path: Path) -> None:
             pass
     assert full.value.retry_after == pytest.approx(60), "until something of anybody's expires"
     spool.check_integrity()
+
+
+def test_the_work_for_an_upload_does_not_grow_with_the_files_that_are_stored(tmp_path: Path) -> None:
+    """Everything that is done within one lock, and by a process of which other calls need a part."""
+
+    def cost(number: int) -> int:
+        spool = Spool(tmp_path / str(number), 10**6, 100.0, 10**5, lambda data: ImageHeader("PNG", 8, 8, "RGB"))
+        for i in range(number):
+            put(spool, str(i).encode())
+        return lines_run(put, spool, b"another") + lines_run(lambda: spool.used_bytes)
+
+    few, many = cost(3), cost(200)
+    assert many == few, f"{few} lines beside 3 files, {many} beside 200"
 
 
 def test_a_file_s_time_begins_anew_where_it_is_asked_for(tmp_path: Path) -> None:
