@@ -119,7 +119,7 @@ async def all_batches(call: HttpCall, chosen: Callable[[Batch], bool]) -> list[B
         found, failures = await caller.of_each(of)
     except SaccadeError as error:
         raise _explained(error) from None
-    call.note_missing(address for address, error in failures.items() if not isinstance(error, Unimplemented))
+    call.note_missing(name for name, error in failures.items() if not isinstance(error, Unimplemented))
     listed = [batch for batches in found for batch in batches if chosen(batch)]
     return sorted(listed, key=lambda batch: -(batch.created or 0))
 

@@ -207,9 +207,9 @@ class HttpCall:
         self.front.budget.used -= self.held
         self.held = 0
 
-    def note_missing(self, addresses: Iterable[str]) -> None:
+    def note_missing(self, servers: Iterable[str]) -> None:
         """Names servers that have not contributed to the answer in one of its headers."""
-        if names := ", ".join(addresses):
+        if names := ", ".join(servers):
             self.notes.append(("x-saccade-missing-servers", names))
 
     # -- what the client receives --------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ async def health(call: HttpCall) -> None:
 async def ready(call: HttpCall) -> None:
     """Whether at least one gRPC server is ready. Needs no key, like the gRPC servers' health service."""
     found = await asyncio.gather(*(_serving(call, connection) for connection in call.front.upstream.connections))
-    servers = dict(zip(call.front.upstream.addresses, found, strict=True))
+    servers = dict(zip(call.front.upstream.names, found, strict=True))
     ready = any(state == "serving" for state in found)
     await call.respond({"status": "ready" if ready else "not ready", "servers": servers}, 200 if ready else 503)
 
@@ -164,8 +164,8 @@ async def status(call: HttpCall) -> None:
     caller, upstream = call.caller(), call.front.upstream
     servers = await asyncio.gather(
         *(
-            _server_state(caller, address, connection)
-            for address, connection in zip(upstream.addresses, upstream.connections, strict=True)
+            _server_state(caller, *server)
+            for server in zip(upstream.addresses, upstream.names, upstream.connections, strict=True)
         )
     )
     front = {
@@ -178,18 +178,18 @@ async def status(call: HttpCall) -> None:
     await call.respond({"http": front, "servers": servers})
 
 
-async def _server_state(caller: Caller, address: str, connection: Connection) -> dict[str, Any]:
+async def _server_state(caller: Caller, address: str, name: str, connection: Connection) -> dict[str, Any]:
     state: dict[str, Any] = {"address": address, "error": None, "models": [], "loads": None, "loads_error": None}
     try:
         asked = caller.call("model", "ListModels", model_pb2.ListModelsRequest(), on=connection)
-        models = await caller.soon(address, asked)
+        models = await caller.soon(name, asked)
         state["models"] = [model_object(model_from(model)) for model in models.models]
     except SaccadeError as error:
         state["error"] = {"code": error.reason or type(error).__name__, "message": error.message}
         return state
     try:
         asked = caller.call("admin", "GetLoads", admin_pb2.GetLoadsRequest(), on=connection)
-        loads = await caller.soon(address, asked)
+        loads = await caller.soon(name, asked)
         state["loads"] = _numbers(_all_fields(loads))
     except SaccadeError as error:
         state["loads_error"] = {"code": error.reason or type(error).__name__, "message": error.message}

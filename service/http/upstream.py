@@ -56,13 +56,18 @@ class Upstream:
     def __init__(self, options: HttpFrontOptions, engine: AsyncLocalConnection | None = None) -> None:
         self._turn = itertools.count()
         self.addresses: tuple[str, ...] = options.servers
+        self.names: tuple[str, ...] = ("this process",)
+        """Of the servers, for clients: private sockets are not shown to them."""
         self.connections: list[Connection]
         self.holders: list[AsyncConnection] = []
         """Connections through the private sockets of this `saccade serve`, for calls that hold requests open. They are
         separate: if all calls of a connection were such calls, the requests' own calls would wait for them forever."""
         if engine is not None:
-            self.addresses, self.connections = ("this process",), [engine]
+            self.addresses, self.connections = self.names, [engine]
             return
+        self.names = tuple(
+            f"frontend {i}" if address.startswith("unix:") else address for i, address in enumerate(options.servers)
+        )
         tls = None
         if options.servers_ca is not None:
             tls = TLSConfig(ca=options.servers_ca, certificate=options.servers_cert, key=options.servers_cert_key)
@@ -158,11 +163,8 @@ class Caller:
     async def of_any(self, ask: Callable[[Connection], Awaitable[T]]) -> T:
         """What the first server that does not fail answers to `ask`. Raises the error of one if all fail, NotFound only
         if that is what all say."""
-        addresses, connections = self.upstream.addresses, self.upstream.connections
-        asked = [
-            asyncio.ensure_future(self.soon(address, ask(each)))
-            for address, each in zip(addresses, connections, strict=True)
-        ]
+        named = zip(self.upstream.names, self.upstream.connections, strict=True)
+        asked = [asyncio.ensure_future(self.soon(name, ask(each))) for name, each in named]
         failure: SaccadeError | None = None
         try:
             for answer in asyncio.as_completed(asked):
@@ -178,15 +180,15 @@ class Caller:
         raise failure
 
     async def of_each(self, ask: Callable[[Connection], Awaitable[T]]) -> tuple[list[T], dict[str, SaccadeError]]:
-        """What the servers answer to `ask`, and by address the errors of those that fail or do not answer within
+        """What the servers answer to `ask`, and by name the errors of those that fail or do not answer within
         `ANSWER_SECONDS`. Raises the error of one if all fail."""
-        addresses, connections = self.upstream.addresses, self.upstream.connections
-        asked = [self.soon(address, ask(each)) for address, each in zip(addresses, connections, strict=True)]
+        names, connections = self.upstream.names, self.upstream.connections
+        asked = [self.soon(name, ask(each)) for name, each in zip(names, connections, strict=True)]
         results = await asyncio.gather(*asked, return_exceptions=True)
         found, failures = [], {}
-        for address, result in zip(addresses, results, strict=True):
+        for name, result in zip(names, results, strict=True):
             if isinstance(result, SaccadeError):
-                failures[address] = result
+                failures[name] = result
             elif isinstance(result, BaseException):
                 raise result
             else:
@@ -195,15 +197,15 @@ class Caller:
             raise next(iter(failures.values()))
         return found, failures
 
-    async def soon(self, address: str, answer: Awaitable[T]) -> T:
-        """The answer of the server at `address`. Raises Unavailable if there are several servers and this one does not
+    async def soon(self, name: str, answer: Awaitable[T]) -> T:
+        """The answer of the server of this name. Raises Unavailable if there are several servers and this one does not
         answer within `ANSWER_SECONDS`: others may, and a server that hangs would delay them for as long as gRPC takes
         to give up its connection."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS if len(self.upstream.connections) > 1 else None):
                 return await answer
         except TimeoutError:
-            words = f"the server {address} has not answered within {ANSWER_SECONDS:g} s"
+            words = f"the server {name} has not answered within {ANSWER_SECONDS:g} s"
             raise Unavailable(words, retryable=True) from None
 
     async def messages(

@@ -24,6 +24,7 @@ from keys import KEYS, key_file
 from running import RunningServer, children
 from running_http import RunningHttp, request_of
 from served import make_served
+from threads import scarce_threads
 from waiting import until
 
 import saccade
@@ -237,6 +238,16 @@ def test_a_request_of_several_calls_has_no_more_time_than_others(text_model: Pat
         assert answer.result().status_code == 503
 
 
+def test_clients_are_not_told_the_paths_of_private_sockets(text_model: Path) -> None:
+    with (
+        RunningServer(str(text_model), max_seqs=1, max_len=100, private_socket=PRIVATE),
+        RunningHttp([f"unix:{PRIVATE}", f"unix:{PRIVATE}.none"]) as http,
+    ):
+        listed, ready = (httpx.get(f"{http.url}{path}", timeout=60) for path in ("/v1/models", "/ready"))
+    assert listed.json()["data"] and listed.headers["x-saccade-missing-servers"] == "frontend 1"
+    assert ready.json()["servers"] == {"frontend 0": "serving", "frontend 1": "unreachable"}
+
+
 def test_two_frontends_leave_signals_to_the_first_process_and_drain_as_one(model: Path) -> None:
     """systemd sends SIGTERM to each process of a service, and `timeout` to each of its group: helpers must not end or
     drain by themselves, nor take their parent's word for the second signal, which stops at once."""
@@ -303,6 +314,15 @@ def test_a_process_that_cannot_be_started_is_tried_again(
         assert httpx.get(f"{http.url}/health", timeout=60).status_code == 200
     finally:
         http.join()
+
+
+def test_a_process_that_cannot_be_watched_is_an_error_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    http = HttpProcess(ServerOptions(http_port=0))
+    with scarce_threads(monkeypatch, "saccade-http-watch", 1), pytest.raises(ConfigError, match="start new thread"):
+        http.start()
+    http.join()
+    assert http._process is not None and http._process.returncode is not None
+    assert not Path(http.socket_of(0)).parent.exists()
 
 
 def test_a_process_that_hangs_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
