@@ -91,8 +91,12 @@ class HttpProcess:
     def start(self) -> None:
         """Starts the process and returns when it serves. Raises ConfigError if it cannot start."""
         connection = self._start()
-        self._watch = threading.Thread(target=self._keep, args=(connection,), name="saccade-http-watch", daemon=True)
-        self._watch.start()
+        watch = threading.Thread(target=self._keep, args=(connection,), name="saccade-http-watch", daemon=True)
+        try:
+            watch.start()
+        except RuntimeError as error:  # no more threads
+            raise ConfigError(f"http_port: the HTTP server's process cannot be watched: {error}") from None
+        self._watch = watch  # only now: `join` waits for it
 
     def _start(self) -> Connection:
         with self._life:
