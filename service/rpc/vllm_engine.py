@@ -33,6 +33,8 @@ from service.telemetry.call_context import current_call
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 CHUNK_BYTES = 2**20
+MAX_ABORTED = 1024
+"""Largest number of requests that one call aborts: each is looked for in all frontend processes."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json",
     "generation_config.json", "chat_template.jinja", "chat_template.json",
@@ -235,6 +237,10 @@ class VllmEngineServicer:
                     yield response
 
     async def Abort(self, request: Any, context: Any) -> Any:
+        if (count := len(request.request_ids)) > MAX_ABORTED:
+            raise errors.InvalidArgument(
+                f"request_ids has {count} ids; at most {MAX_ABORTED} are allowed", field="request_ids"
+            )
         for request_id in request.request_ids:
             with contextlib.suppress(errors.NotFound):  # the request has ended
                 await self._calls.cancel(request_id)

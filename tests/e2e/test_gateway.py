@@ -173,7 +173,9 @@ def test_what_gateways_ask_about_a_worker(stub: Any, worker: RunningServer, mode
     assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.read("tokenizer.json") == (model / "tokenizer.json").read_bytes()
-    stub.Abort(pb.AbortRequest(request_ids=["no such request"]))
+    stub.Abort(pb.AbortRequest(request_ids=["no such request"] * 1024))
+    with pytest.raises(grpc.RpcError, match="request_ids has 1025 ids; at most 1024"):
+        stub.Abort(pb.AbortRequest(request_ids=["no such request"] * 1025))
     with pytest.raises(grpc.RpcError) as caught:
         stub.FlushCache(common_pb2.FlushCacheRequest())
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
