@@ -179,9 +179,7 @@ class Batches:
             if record.batch_id in self._cancelled:
                 await self._end(self.store.get(record.tenant, record.batch_id), "cancelled")
         except BatchInvalid as error:
-            folder = self.store.folder(record.batch_id)
-            message = _without(folder, error.message).removeprefix("input.jsonl: ")
-            await self._end(record, "failed", reason=error.reason, message=message, problems=tuple(error.problems))
+            await self._fail(record, error.reason, error.message, problems=tuple(error.problems))
         except SaccadeError as error:
             await self._fail(record, error.reason or type(error).__name__, error.message)
         except errors.StatusError as error:
@@ -227,10 +225,10 @@ class Batches:
             self.store.save(replace(self.store.record(batch_id), **values), on_disk=False)
             self._changed(batch_id)
 
-    async def _fail(self, record: BatchRecord, reason: str, message: str) -> None:
-        message = _without(self.store.folder(record.batch_id), message)
+    async def _fail(self, record: BatchRecord, reason: str, message: str, problems: tuple[str, ...] = ()) -> None:
+        message = _without(self.store.folder(record.batch_id), message).removeprefix("input.jsonl: ")
         record = self.store.get(record.tenant, record.batch_id)
-        await self._end(record, "failed", reason=reason, message=message)
+        await self._end(record, "failed", reason=reason, message=message, problems=problems)
 
     async def _end(self, record: BatchRecord, state: str, **values: Any) -> None:
         size = await asyncio.to_thread(self.store.output_size, record.batch_id)

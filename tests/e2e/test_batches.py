@@ -204,6 +204,7 @@ def test_a_wrong_file_is_refused_with_its_lines(client: saccade.Client) -> None:
     )  # fmt: skip
     batch = client.batches.wait(client.batches.create(wrong + b"no json\n").batch_id)
     assert (batch.state, batch.reason, batch.completed) == ("failed", "BATCH_INVALID", 0)
+    assert batch.created and batch.started and batch.ended and batch.created <= batch.started <= batch.ended
     expected = ["line 2: custom_id", "line 3: ", "line 4: ", "line 5: temperature", "line 6: ", "line 7: not JSON"]
     for problem, words in zip(batch.problems, expected, strict=True):
         assert problem.startswith(words)
