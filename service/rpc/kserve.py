@@ -33,6 +33,8 @@ from service.telemetry.call_context import current_call, set_current_call
 VERSION = "1"
 MAX_OPEN = 256
 """Requests of one stream that run at a time; the next is read when one has ended."""
+MAX_ID = 1024
+"""Largest number of characters of a request's id, which each of its responses repeats."""
 EXTENSIONS = ("model_repository", "model_configuration", "statistics", "parameters", "binary_tensor_data")
 
 
@@ -251,7 +253,7 @@ class KServeServicer:
             if not mine.generations:  # rejected before it got a line in the access log
                 self._calls.access.write(mine, seconds=time.monotonic() - mine.started)
                 mine.generations = 1
-            response = message("ModelInferResponse")(model_name=request.model_name, id=request.id)
+            response = message("ModelInferResponse")(model_name=request.model_name, id=request.id[:MAX_ID])
             response.parameters["triton_final_response"].bool_param = True
             # Triton's client shows only the text, so the request id is in the text, as in Triton's own errors.
             prefix = f"[request id: {request.id[:128]}] " if request.id else ""
@@ -264,6 +266,10 @@ class KServeServicer:
         began, ok, queue = time.monotonic(), False, 0.0
         try:
             self._check_model(request.model_name, request.model_version)
+            if len(request.id) > MAX_ID:
+                raise errors.InvalidArgument(
+                    f"id has {len(request.id)} characters; at most {MAX_ID} are allowed", field="id"
+                )
             question = await converted_request(read_request, request)
             question.stream &= streaming
             question.empty_final &= streaming

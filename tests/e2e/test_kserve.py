@@ -298,6 +298,8 @@ def test_what_is_told_about_server_and_model(client: Any, name: str) -> None:
     assert config.model_transaction_policy.decoupled and config.max_batch_size == 0
     assert {i.name: i.data_type for i in config.input}["stream"] == 1
     assert [(m.name, m.state) for m in client.get_model_repository_index().models] == [(name, "READY")]
+    with pytest.raises(InferenceServerException, match="id has 1025 characters; at most 1024 are allowed"):
+        client.infer(name, inputs("x"), request_id="i" * 1025, parameters=GREEDY)  # each response would repeat it
     with pytest.raises(InferenceServerException, match="unknown"):
         client.get_model_metadata("unknown")
     for call in (
