@@ -76,13 +76,13 @@ def check_frontends(options: ServerOptions) -> None:
             f"sizes_file: only a server with one frontend process writes it, but frontends is {options.frontends}; "
             "use frontends 1"
         )
-    for name in ("max_queue", "max_tenant_calls", "max_tenant_requests"):
-        total = getattr(options, name)
-        if total is not None and total < options.frontends:
-            raise ConfigError(
-                f"{name}: {total} cannot be divided among {options.frontends} frontends; use at least "
-                f"{options.frontends}, or at most {total} frontends"
-            )
+    divided = {name: getattr(options, name) for name in ("max_queue", "max_tenant_calls", "max_tenant_requests")}
+    small = {name: total for name, total in divided.items() if total is not None and total < options.frontends}
+    if small:
+        raise ConfigError(
+            f"{', '.join(small)}: {', '.join(map(str, small.values()))} cannot be divided among {options.frontends} "
+            f"frontends; use at least {options.frontends}, or at most {min(small.values())} frontends"
+        )
     if options.api_keys is not None:
         watch_keys(options.api_keys, options.frontends)
 

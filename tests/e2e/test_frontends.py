@@ -350,13 +350,17 @@ def test_options_that_several_frontends_cannot_implement(model: Path, tmp_path: 
     cases: list[tuple[dict[str, Any], str]] = [
         ({"batch_dir": str(tmp_path)}, "batch_dir"),
         ({"max_queue": 1}, "max_queue: 1 cannot be divided among 2 frontends; use at least 2, or at most 1"),
+        (
+            {"frontends": 4, "max_queue": 3, "max_tenant_calls": 2},
+            "max_queue, max_tenant_calls: 3, 2 cannot be divided among 4 frontends; use at least 4, or at most 2 front",
+        ),
         ({"max_tenant_requests": 1}, "max_tenant_requests: 1 cannot be"),
         ({"api_keys": str(keys)}, "'a' has a rate"),
         ({"tls_cert": str(tmp_path / "no.pem"), "tls_key": str(tmp_path / "no.key")}, "cannot read"),
     ]
     for values, words in cases:
         with pytest.raises(ConfigError, match=words):
-            check_options(ServerOptions(model=str(model), frontends=2, **values))
+            check_options(ServerOptions(model=str(model), **{"frontends": 2, **values}))
     parts = [share(ServerOptions(model=str(model), frontends=3, metrics_port=9100), member, 1) for member in range(3)]
     assert [part.metrics_port for part in parts] == [9100, 9101, 9102]
     assert 3 * parts[0].max_queue <= ServerOptions().max_queue
