@@ -52,7 +52,7 @@ class SamplingParams:
     top_p: float = 1.0
     """Keeps the smallest set of likeliest tokens whose probability reaches this; 1 = off."""
     top_k: int = 0
-    """Keeps this many of the likeliest tokens; 0 = off."""
+    """Keeps this many of the likeliest tokens; 0 = off, and so is -1, which becomes 0."""
     min_p: float = 0.0
     """Drops tokens whose probability is below this share of the likeliest token's; 0 = off."""
     repetition_penalty: float = 1.0
@@ -82,7 +82,9 @@ class SamplingParams:
         if self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
         self._check("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
-        self._check_range("top_k", 0, MAX_TOP_K)
+        self._check_range("top_k", -1, MAX_TOP_K)
+        if self.top_k == -1:  # as other servers and their files write it
+            object.__setattr__(self, "top_k", 0)
         self._check_range("min_p", 0, 1)
         self._check_range("repetition_penalty", MIN_REPETITION, MAX_REPETITION)
         self._check_range("presence_penalty", -MAX_BIAS, MAX_BIAS)

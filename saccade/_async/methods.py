@@ -86,7 +86,7 @@ class AsyncMethods(AsyncSession):
             max_tokens: maximum number of tokens of the answer; None: as many as the model's context has left.
             temperature: 0 always takes the most likely token; None: the model's default.
             top_p: draw from the most likely tokens whose probabilities add up to this; None: the model's default.
-            top_k: draw from this number of most likely tokens; 0: from all; None: the model's default.
+            top_k: draw from this number of most likely tokens; 0 or -1: from all; None: the model's default.
             seed: from 0 to 2**64 - 1; the same seed gives the same answer. None: the server draws one and returns it.
             stop: strings that end the answer; they are not part of it.
             logprobs: k, from 0 to 100: also return the log-probability of each token and the k most likely tokens.

@@ -25,7 +25,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 2**31 - 1),
     "min_tokens": (0, 2**31 - 1),
     "temperature": (0, 1e6),
-    "top_k": (0, 2**31 - 1),
+    "top_k": (-1, 2**31 - 1),
     "min_p": (0, 1),
     "repetition_penalty": (1e-3, 1e3),
     "presence_penalty": (-MAX_BIAS, MAX_BIAS),

@@ -178,7 +178,7 @@ class MessagesRequest(CountTokens):
     stop_sequences: list[str] | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=-1)
     seed: int | None = Field(None, ge=0, lt=2**64)
     stream: bool | None = None
     thread: Any = Field(None, description="Not supported: nothing is stored. The error tells Anthropic's clients so.")

@@ -121,7 +121,7 @@ def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
     if not flag(source, "do_sample", True, file=file):
         defaults["temperature"] = 0.0
     try:
-        SamplingParams(**defaults)
+        checked = SamplingParams(**defaults)
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from None
-    return defaults
+    return {name: getattr(checked, name) for name in defaults}

@@ -108,7 +108,7 @@ def test_attention_biases_are_optional() -> None:
         ("temperature", float("nan")),
         ("top_p", 0.0),
         ("top_p", 1.5),
-        ("top_k", -1),
+        ("top_k", -2),
         ("min_p", 2.0),
         ("repetition_penalty", 0.0),
         ("temperature", 1e39),
@@ -136,6 +136,10 @@ def test_attention_biases_are_optional() -> None:
 def test_refused_sampling(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{field} must be .*{re.escape(str(value))}"):
         SamplingParams(**{field: value})
+
+
+def test_minus_one_is_no_top_k_as_in_other_servers() -> None:
+    assert SamplingParams(top_k=-1).top_k == 0
 
 
 def test_refused_sampling_of_ids() -> None:

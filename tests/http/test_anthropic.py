@@ -118,6 +118,12 @@ def test_a_stream_says_the_same(client: anthropic.Anthropic) -> None:
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", text[3:5])
 
 
+def test_minus_one_is_no_top_k(client: anthropic.Anthropic) -> None:
+    """As in vLLM's server of this API."""
+    off, none = (client.messages.create(**ASK, extra_body={"seed": 3, "top_k": k}).content for k in (-1, 0))
+    assert off == none
+
+
 def test_a_stream_begins_with_the_cached_part_of_the_prompt(
     client: anthropic.Anthropic, grpc_client: saccade.Client
 ) -> None:

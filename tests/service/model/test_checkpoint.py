@@ -451,7 +451,7 @@ def test_the_first_and_the_last_token_may_end(tmp_path: Path) -> None:
     [
         ("temperature", -1.0),
         ("temperature", "hot"),
-        ("top_k", -1),
+        ("top_k", -2),
         ("repetition_penalty", 0),
         ("max_new_tokens", 0),
         ("top_k", 1.5),
@@ -487,6 +487,12 @@ def test_fields_that_would_change_answers_and_are_not_served_are_named(
         sampling_defaults(load_config(tmp_path))
     (tmp_path / "generation_config.json").write_text(json.dumps({field: neutral, "temperature": 0.5}))
     assert sampling_defaults(load_config(tmp_path)) == {"temperature": 0.5}
+
+
+def test_a_top_k_of_minus_one_is_off(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 2, text={"pattern": "M"})
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": -1, "top_p": 0.5}))
+    assert sampling_defaults(load_config(tmp_path)) == {"top_k": 0, "top_p": 0.5}
 
 
 @pytest.mark.parametrize(
