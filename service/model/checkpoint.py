@@ -20,7 +20,7 @@ from families.files import optional_json
 from kernels.weight_forms import kind_and_group
 from service.model.adapter import Adapter
 from service.model.cache import resolve_model
-from service.model.formats.declared import disagreements, read_declared
+from service.model.formats.declared import BESIDE, disagreements, read_declared
 from service.model.formats.tensors import FormatError, StoredWeight, find_weights, listed, modules_of
 from service.model.merging import Merges, assembled, match_adapter
 from service.model.modelconfig import ModelConfig, load_config
@@ -71,9 +71,8 @@ class Checkpoint:
         self.revision = digest.hexdigest()[:16]
         """Digest over config.json, the tensor tables and samples of the weights, and those of the adapter: part of
         cache keys, identifies the version."""
-        self.declared = read_declared(
-            self.config.published, optional_json(path / "hf_quant_config.json"), modules_of(self.files.table)
-        )
+        beside = {file: optional_json(path / file) for file in BESIDE}
+        self.declared = read_declared(self.config.published, beside, modules_of(self.files.table))
         """The quantisation that the configuration declares."""
         self.weights = self._find_weights()
         """By the names that the weights would have without quantisation."""
@@ -118,6 +117,10 @@ class Checkpoint:
         if self.adapter is not None:
             self.merges, self.config = match_adapter(self.adapter, self.config, found, self.weights)
         expected, optional = expected_weights(self.config)
+        for name in found.keys() & expected.keys():
+            for part in found[name].names:
+                if (weight := self.weights[part]).scheme == "int4":
+                    self.weights[part] = weight.with_inputs(expected[name][-1])
         problems += misfits(found, self.weights, self.files.table, expected, optional)
         if problems:
             raise CheckpointError(

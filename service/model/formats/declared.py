@@ -1,5 +1,5 @@
-"""Reads what a model directory says about its quantisation: `quantization_config` in config.json, or
-`hf_quant_config.json`."""
+"""Reads what a model directory says about its quantisation: `quantization_config` in config.json, or one of the files
+`BESIDE` it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from families import CheckpointError
 from service.model.formats.expressions import check_expressions
 from service.model.formats.tensors import StoredWeight
 
+BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}
+"""Files that describe a checkpoint's quantisation if config.json does not -> the method of those that name none."""
 METHODS = ("fp8", "modelopt", "compressed-tensors", "gptq", "awq")
 MODELOPT = {
     "FP8": ("fp8-tensor",), "FP8_PER_CHANNEL_PER_TOKEN": ("fp8-channel",), "FP8_PB_WO": ("fp8-block",),
@@ -68,18 +70,19 @@ class Declared:
 
 
 def read_declared(
-    config: Mapping[str, Any], modelopt_file: Mapping[str, Any], modules: Collection[str] = ()
+    config: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]], modules: Collection[str] = ()
 ) -> Declared | None:
-    """The quantisation configuration; None if neither file has one. `modules`: the names that it will be asked about.
-    Raises CheckpointError naming what is not supported."""
+    """The quantisation configuration; None if no file has one. `beside`: name of a file in `BESIDE` -> its content.
+    `modules`: the names that it will be asked about. Raises CheckpointError naming what is not supported."""
     entry = config.get("quantization_config") or config.get("compression_config")
     for text in map(config.get, ("text_config", "llm_config")):
         if entry is None and isinstance(text, Mapping):
             entry = text.get("quantization_config")
     where = "config.json: quantization_config"
-    if entry is None and modelopt_file:
-        entry, where = modelopt_file.get("quantization", modelopt_file), "hf_quant_config.json"
-        entry = {"quant_method": "modelopt", **entry} if isinstance(entry, Mapping) else entry
+    for file, method in BESIDE.items():
+        if entry is None and (content := beside.get(file)):
+            entry, where = content.get("quantization", content), file
+            entry = {"quant_method": method, **entry} if isinstance(entry, Mapping) else entry
     if entry is None:
         return None
     if not isinstance(entry, Mapping):
@@ -375,7 +378,7 @@ def disagreements(declared: Declared | None, found: Mapping[str, StoredWeight]) 
         if quantised:
             first = next(iter(quantised.values()))
             problems.append(
-                f"{first.module} is stored as {first.scheme}, but neither config.json nor hf_quant_config.json says "
+                f"{first.module} is stored as {first.scheme}, but none of config.json, {', '.join(BESIDE)} says "
                 f"how the {len(quantised)} quantised weights are to be read"
             )
         return problems

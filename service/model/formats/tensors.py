@@ -8,12 +8,14 @@ nvfp4-pack-quantized and pack-quantized, GPTQ and AWQ, and this server's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from kernels.weight_forms import kind_and_group
 
 Scheme = Literal["plain", "fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int8", "int4", "gptq", "awq", "own"]
+WORD = 8
+"""4-bit numbers in a 32-bit word."""
 FLOATS = ("F32", "F16", "BF16")
 PLAIN_FLOATS = (*FLOATS, "F64")
 """Dtypes of weights that are not quantised."""
@@ -88,6 +90,13 @@ class StoredWeight:
     def module(self) -> str:
         """The name without `.weight`."""
         return self.name.removesuffix(".weight")
+
+    def with_inputs(self, inputs: int) -> StoredWeight:
+        """This weight, packed in words, with `inputs` inputs if they end in its last word; otherwise unchanged. The
+        shape in the files' table is that of the words."""
+        rows, most = self.shape
+        fits = most - WORD < inputs < most
+        return replace(self, shape=(rows, inputs), group=min(self.group, inputs)) if fits else self
 
 
 def listed(problems: Sequence[str], most: int = 20) -> str:
@@ -294,9 +303,9 @@ def _packed_in_words(
         zeros, wanted = entries["zeros"], (-(-values.shape[0] // 8), scale.shape[1])
         if zeros.dtype != "I32" or zeros.shape != wanted:
             raise FormatError(f"{module}: zero points of {zeros.dtype} {list(zeros.shape)}, not I32 {list(wanted)}")
-    # `weight_shape`, which is read with the weight, gives the number of inputs in the last word.
-    inputs = 8 * values.shape[1]
-    group = _inputs_per_scale(module, scale.shape[1], inputs, group, least=inputs - 7)
+    # Fewer inputs may be in the last word: see `StoredWeight.with_inputs`.
+    inputs = WORD * values.shape[1]
+    group = _inputs_per_scale(module, scale.shape[1], inputs, group, least=inputs - WORD + 1)
     return made("int4", (values.shape[0], inputs), group=group)
 
 

@@ -101,13 +101,10 @@ def _nvfp4(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
 
 def _int4(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
     words, scale = parts["values"], _finite(weight, parts["scale"].float())
-    rows, groups = words.shape[0], scale.shape[1]
+    (rows, inner), groups, group = weight.shape, scale.shape[1], weight.group
     stored = [int(number) for number in parts["shape"].flatten().tolist()]
-    if len(stored) != 2 or stored[0] != rows or not 8 * (words.shape[1] - 1) < stored[1] <= 8 * words.shape[1]:
-        raise FormatError(f"{weight.module}: weight_shape {stored} does not fit packed words {list(words.shape)}")
-    inner = stored[1]
-    # If the last word is not full, there are fewer inputs than the words can hold; a single group then has fewer, too.
-    group = min(weight.group, inner)
+    if stored != [rows, inner]:
+        raise FormatError(f"{weight.module}: weight_shape is {stored}, not {[rows, inner]}")
     if -(-inner // group) != groups:
         raise FormatError(f"{weight.module}: {groups} groups of {group} do not cover {inner} inputs")
     zeros = None

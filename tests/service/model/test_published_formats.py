@@ -56,7 +56,10 @@ def read_back(tensors: dict[str, torch.Tensor], config: dict[str, object]) -> Qu
     assert declared is not None
     found, _ = find_weights(entries(tensors), block=declared.block, group_of=declared.group_of)
     assert not disagreements(declared, found)
-    weight = load(found[f"{NAME}.weight"], tensors.__getitem__, gptq_offset=declared.gptq_offset)
+    stored = found[f"{NAME}.weight"]
+    if stored.scheme == "int4":  # as the configuration's shape is
+        stored = stored.with_inputs(int(tensors.get(f"{NAME}.weight_shape", torch.tensor(0)).flatten()[-1]))
+    weight = load(stored, tensors.__getitem__, gptq_offset=declared.gptq_offset)
     assert isinstance(weight, Quantised)
     return weight
 
@@ -270,6 +273,18 @@ def test_answers_are_those_of_the_dequantised_model(
     check_answers(tiny, ("auto", "off")[(len(form) + len(model)) % 2])
 
 
+@pytest.mark.parametrize(("form", "native"), [("packed-int4", "auto"), ("packed-int4-zeros", "off")])
+def test_packed_rows_may_end_within_a_word(tmp_path: Path, form: str, native: str) -> None:
+    """No layer has a multiple of eight inputs, and experts are stacked from several files' weights."""
+    sizes = {
+        "hidden_size": 36, "intermediate_size": 41, "moe_intermediate_size": 20,
+        "moe_shared_expert_intermediate_size": 66, "mamba_num_heads": 3, "mamba_head_dim": 7, "n_groups": 1,
+        "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6,
+    }  # fmt: skip
+    plain = make_checkpoint(tmp_path / "plain", 5, vision=False, text=TEXT | sizes)
+    check_answers(quantise_files(plain, tmp_path / form, form), native)
+
+
 @pytest.mark.parametrize("form", ["modelopt-nvfp4", "packed-int4", "gptq-act-order"])
 def test_answers_about_images(tmp_path: Path, form: str) -> None:
     """The whole path, from files to log-probabilities."""
@@ -354,7 +369,7 @@ MALFORMED: list[tuple[str, Callable[[Tensors], Tensors], str]] = [
     ("packed-nvfp4", changed("weight_global_scale", lambda t: t * 0), "its weight_global_scale is 0"),
     ("packed-int4", without(".weight_shape"), "its weight_shape is missing"),
     ("packed-int4", without(".weight_scale"), "packed int4 without its scale"),
-    ("packed-int4", changed(".weight_shape", lambda t: t + 8), "does not fit packed words"),
+    ("packed-int4", changed(".weight_shape", lambda t: t + 8), "weight_shape is [272, 264], not [264, 256]"),
     ("packed-int4-zeros", changed("_zero_point", lambda t: t[:-1]), "zero points of I32"),
     ("gptq", without(".qzeros"), "without its qzeros"),
     ("gptq", without(".scales"), "without its scales"),
@@ -510,11 +525,28 @@ def test_quantised_tensors_need_a_configuration(tmp_path: Path) -> None:
     config = json.loads(file.read_text())
     del config["quantization_config"]
     file.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="neither config.json nor hf_quant_config.json says"):
+    with pytest.raises(CheckpointError, match="none of config.json, hf_quant_config.json, quantize_config.json says"):
         Checkpoint(tiny.path)
     old = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
     (tiny.path / "hf_quant_config.json").write_text(json.dumps(old))
     assert Checkpoint(tiny.path).stored_as["fp8-tensor"] > 0
+
+
+def test_old_gptq_files_have_a_file_of_their_own(tmp_path: Path) -> None:
+    """As AutoGPTQ wrote it. What config.json says goes first."""
+    tiny = quantise_files(tiny_nemotron(tmp_path / "plain"), tmp_path / "out", "gptq-act-order")
+    file = tiny.path / "config.json"
+    config = json.loads(file.read_text())
+    declared = config.pop("quantization_config")
+    file.write_text(json.dumps(config))
+    own = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": True, "sym": False, "true_sequential": True}
+    (tiny.path / "quantize_config.json").write_text(json.dumps(own))
+    check_answers(tiny, "auto")
+    (tiny.path / "quantize_config.json").write_text(json.dumps(own | {"group_size": 64}))
+    with pytest.raises(CheckpointError, match=r"has groups of 32, but quantize_config.json says 64"):
+        Checkpoint(tiny.path)
+    file.write_text(json.dumps(config | {"quantization_config": declared}))
+    assert Checkpoint(tiny.path).stored_as["gptq"] > 0
 
 
 def test_cache_scales_and_activation_scales_change_nothing(tmp_path: Path) -> None:
