@@ -27,17 +27,13 @@ class Answers:
         pools: Pools,
         prompt_scores: PromptScoring,
         timer: StepTimer,
-        *,
-        at_once: bool,
     ) -> None:
-        """`at_once`: whether a step's tokens are on the host when it returns."""
         self.states, self.speculation, self.timer = states, speculation, timer
         self.pools, self.prompt_scores = pools, prompt_scores
         self.sequences: dict[str, Sequence] = {}
         self.reading: dict[str, Sequence] = {}
         """Live requests that want log-probabilities or hidden states of their prompts."""
         self.counters = {"output_tokens": 0, "failed": 0}
-        self._at_once = at_once
 
     def add(self, sequence: Sequence) -> None:
         self.sequences[sequence.request_id] = sequence
@@ -57,7 +53,7 @@ class Answers:
     def read(self, flight: Flight) -> list[TokenEvent]:
         """Reads the results of a step. Waits for the device, unless no request needs its tokens any more."""
         step = flight.step
-        if not (self._at_once or any(self.awaits(sequence) for sequence in step.sequences)):
+        if not (self.states.at_once or any(self.awaits(sequence) for sequence in step.sequences)):
             return []
         choices, accepted = flight.read()
         self.timer.read(step.tokens, flight.started)

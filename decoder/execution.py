@@ -7,15 +7,11 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, int64
 
 from decoder.batch import Unread, read_images
-from decoder.config import DecoderConfig, DecoderOptions
 from decoder.flight import Flight, accepted_drafts
 from decoder.graphs import Forward
-from decoder.model import HybridModel
-from decoder.mtp import MtpDrafter
 from decoder.pooling import Pools
 from decoder.prompt_scores import PromptScoring
 from decoder.sampler import Sampler
-from decoder.scheduler import Scheduler
 from decoder.sequence import Sequence as Owner
 from decoder.slot_tables import EndTokens
 from decoder.speculation import Speculation
@@ -31,30 +27,20 @@ class Execution:
 
     def __init__(
         self,
-        config: DecoderConfig,
-        options: DecoderOptions,
-        *,
-        scheduler: Scheduler,
         states: States,
-        model: HybridModel,
         forward: Forward,
         sampler: Sampler,
         speculation: Speculation | None,
-        drafter: MtpDrafter | None,
         pools: Pools,
         prompt_scores: PromptScoring,
-        at_once: bool,
-        overlaps: bool,
     ) -> None:
-        """`at_once`: whether tokens are on the host when they are drawn. `overlaps`: whether the next step may run
-        before they are read."""
-        self.scheduler, self.states = scheduler, states
-        self.model, self.forward, self.sampler = model, forward, sampler
-        self.speculation, self.drafter = speculation, drafter
+        self.states, self.forward, self.sampler, self.speculation = states, forward, sampler, speculation
         self.pools, self.prompt_scores = pools, prompt_scores
+        self.scheduler, self.model, self.drafter = states.scheduler, states.model, states.drafter
         self.counters = {"steps": 0, "batched_tokens": 0, "overlapped_steps": 0}
+        config, options = self.model.config, self.model.options
         self._device, self._hidden_size = options.device, config.hidden_size
-        self._at_once = at_once
+        overlaps = options.overlap_on and speculation is None  # the next step may run before tokens are read
         self._ends = EndTokens(options, config.vocab_size) if overlaps else None
 
     def run(
@@ -91,7 +77,7 @@ class Execution:
             if read is not None and any(row.sequence.guide and row.sequence.unread for row in step.rows):
                 read()  # while the device computes the layers
             self._draw(flight, self.model.logits(computed.hidden_TD, computed.samples), unread)
-        elif not self._at_once:
+        elif not self.states.at_once:
             flight.send(self._device, None, None, None)
 
     def _draw(self, flight: Flight, logits_LV: Tensor, unread: Unread | None) -> None:
@@ -101,7 +87,7 @@ class Execution:
         owners, ahead = [row.sequence for row in rows], None
         if any(row.drafts or row.sequence.followers for row in rows):
             owners, ahead, logits_LV = self._drawing(step, rows, logits_LV)
-        if self._at_once:
+        if self.states.at_once:
             flight.choices = self.sampler.sample(logits_LV, owners, ahead)
             return
         drawn = self.sampler.draw(logits_LV, owners, ahead, None if unread is None else unread.tokens_M)

@@ -73,13 +73,9 @@ class DecoderRunner:
             empties=self.model.empties_rings and self.forward.graphs is None, at_once=at_once,
         )  # fmt: skip
         pools, scores = Pools(self.model.final_norm), PromptScoring(self.model.logits, config.vocab_size)
-        self.execution = Execution(
-            config, options, scheduler=self.scheduler, states=self.states, model=self.model, forward=self.forward,
-            sampler=self.sampler, speculation=self.speculation, drafter=self.drafter, pools=pools,
-            prompt_scores=scores, at_once=at_once, overlaps=options.overlap_on and self.speculation is None,
-        )  # fmt: skip
+        self.execution = Execution(self.states, self.forward, self.sampler, self.speculation, pools, scores)
         self.timer = StepTimer()
-        self.answers = Answers(self.states, self.speculation, pools, scores, self.timer, at_once=at_once)
+        self.answers = Answers(self.states, self.speculation, pools, scores, self.timer)
         self.loop = self._loop()
 
     def _loop(self) -> PlainLoop:

@@ -34,7 +34,7 @@ class States:
         self.arena, self.model, self.builder = arena, model, builder
         self.scheduler, self.drafter = scheduler, drafter
         self.saved: dict[str, Saved] = {}
-        self._empties, self._at_once = empties, at_once
+        self._empties, self.at_once = empties, at_once
         self._room = 0 if model.native is not None and not empties else RING
 
     def move(self, step: Step) -> None:
@@ -124,7 +124,7 @@ class States:
                 self.scheduler.memory.accept(sequence, end - row.start)
             else:
                 self.scheduler.memory.replay(sequence, before + end - row.start)
-            if self._at_once:
+            if self.at_once:
                 self.builder.states.accept(sequence)
         return [(end, sequence.slot), *(kept for kept in checkpoints if kept[0] <= end)]
 
