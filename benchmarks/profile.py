@@ -128,7 +128,7 @@ class Profile:
     def __init__(self, runner: DecoderRunner) -> None:
         self.runner = runner
         assert runner.model.native is not None, "this machine has no compiled step to take apart"
-        self.names = Names(runner.model.native, runner.model.layers)
+        self.names = Names(runner.model.native, runner.model.trunk.layers)
         self.best: tuple[float, dict[str, Part]] | None = None
 
     def step(self, rows: int) -> None:

@@ -57,18 +57,18 @@ class HybridModel:
             plain = table.dequantise() if isinstance(table, Quantised) else table
             table = plain.to(options.device, options.dtype)
             del plain
-        self.embeddings = EmbeddingTable(table, options.dtype, tied)
+        embeddings = EmbeddingTable(table, options.dtype, tied)
         del table
-        self.layers = build_layers(config, options, arena, arriving)
-        self.norm_f = float_vector(arriving.take(["model.norm_f.weight"]), "model.norm_f.weight", options)
+        layers = build_layers(config, options, arena, arriving)
+        norm_f = float_vector(arriving.take(["model.norm_f.weight"]), "model.norm_f.weight", options)
         mtp = arriving.take(config.mtp_weights())
         self.mtp_weights = mtp if options.speculative == "mtp" else {}
         """Weights of multi-token prediction heads as read, for the drafter."""
-        self.head = tied or stored_linear(arriving.take(["lm_head.weight"])["lm_head.weight"], None, of_head)
+        head = tied or stored_linear(arriving.take(["lm_head.weight"])["lm_head.weight"], None, of_head)
         arriving.finish()
-        self.trunk = Trunk(config, options, self.embeddings, self.layers, self.norm_f, self.head)
+        self.trunk = Trunk(config, options, embeddings, layers, norm_f, head)
         self.native = native_step(self.trunk)
-        mixers: list[Any] = [mixer for layer in self.layers for mixer in layer.mixers]
+        mixers: list[Any] = [mixer for layer in layers for mixer in layer.mixers]
         self._advanced = [
             mixer
             for mixer in mixers
@@ -81,7 +81,7 @@ class HybridModel:
 
     def embed_ids(self, ids_T: Tensor) -> Tensor:
         """`[T, d]`: rows of the table, scaled."""
-        x_TD = self.embeddings(ids_T)
+        x_TD = self.trunk.embeddings(ids_T)
         return x_TD if self.config.embedding_scale == 1.0 else x_TD * self.config.embedding_scale
 
     def embed(self, batch: Batch) -> Tensor:
@@ -107,7 +107,7 @@ class HybridModel:
         if self.config.residual_in_fp32:
             x_TD = x_TD.float()
         delta = None
-        for layer in self.layers:
+        for layer in self.trunk.layers:
             delta = layer(layer.rows(x_TD, delta, self.options.dtype), batch)
         if delta is not None:
             x_TD += delta
@@ -130,7 +130,7 @@ class HybridModel:
         rows = hidden_TD if samples is None else hidden_TD.index_select(0, samples)
         if self.native is not None and 0 < rows.shape[0] <= self.native.max_tokens:
             return self.native.logits(rows)
-        logits = self.head(self.final_norm(rows))
+        logits = self.trunk.head(self.final_norm(rows))
         return logits if self.config.logits_scale == 1.0 else logits * self.config.logits_scale
 
     def largest(self, logits: Tensor) -> list[int] | None:
@@ -141,7 +141,7 @@ class HybridModel:
         """`[T, d]` in the compute dtype: the input of the vocabulary projection."""
         if self.native is not None and 0 < hidden_TD.shape[0] <= self.native.max_tokens:
             return self.native.final_norm(hidden_TD)
-        return rms_norm(hidden_TD, self.norm_f, self.config.norm_eps, self.options.dtype)
+        return rms_norm(hidden_TD, self.trunk.norm_f, self.config.norm_eps, self.options.dtype)
 
 
 def _with_images(x_TD: Tensor, batch: Batch) -> Tensor:

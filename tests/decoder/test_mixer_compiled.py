@@ -402,7 +402,7 @@ def test_layers_without_a_compiled_form_are_called() -> None:
     config = tiny_config("MM", conv_kernel=5)
     runner = make_runner(config, native="on")
     assert runner.model.native is not None
-    assert all(runner.model.native.calls(mixer) for layer in runner.model.layers for mixer in layer.mixers)
+    assert all(runner.model.native.calls(mixer) for layer in runner.model.trunk.layers for mixer in layer.mixers)
     plain, other = tiny_config("M"), tiny_config("M", ssm_state_size=20)
     mixed = dataclasses.replace(plain, layers=plain.layers + other.layers + plain.layers)
     for speculative in ("none", "ngram"):
@@ -411,6 +411,6 @@ def test_layers_without_a_compiled_form_are_called() -> None:
             runner = make_runner(mixed, native=native, speculative=speculative, draft_policy="fixed")
             answers.append(tokens(run(runner, request("a", [3, 5] * 20, greedy_params(16)))["a"]))
             if runner.model.native is not None:
-                called = [runner.model.native.calls(layer.mixers[0]) for layer in runner.model.layers]
+                called = [runner.model.native.calls(layer.mixers[0]) for layer in runner.model.trunk.layers]
                 assert called == [False, True, False]
         assert answers[0] == answers[1]

@@ -331,7 +331,7 @@ def test_a_head_reads_a_tied_table_out_of_the_packed_projection(kind: str | None
         given = [(name, weights[name]) for name in config.expected_weights()]
         options = DecoderOptions(**(BASE | {"native": "on", "dtype": torch.bfloat16, "weights": kind}))
         runner = DecoderRunner(config, options, given)
-        assert (runner.model.embeddings.packed is not None) == tied
+        assert (runner.model.trunk.embeddings.packed is not None) == tied
         seen = watch_drafts(runner)
         run(runner, request("a", [5, 9, 33, 64, 90], greedy_params(12, ignore_eos=True)))
         found.append([(before, drafts) for _, before, drafts in seen])

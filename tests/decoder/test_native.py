@@ -92,7 +92,7 @@ def test_mixers_in_parallel(config: DecoderConfig, called: bool) -> None:
     (fast, runner), (slow, _) = (_logits(config, replace(options, native=mode)) for mode in ("on", "off"))
     native = runner.model.native
     assert native is not None
-    for layer in runner.model.layers:
+    for layer in runner.model.trunk.layers:
         assert any(map(native.calls, layer.mixers)) == (called and len(layer.mixers) == 2)
     for ours, theirs in zip(fast, slow, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
@@ -108,7 +108,7 @@ def test_norms_after_layers(before: bool) -> None:
     (fast, runner), (slow, _) = (_logits(config, replace(options, native=mode)) for mode in ("on", "off"))
     native = runner.model.native
     assert native is not None
-    called = [native.calls(layer.mixers[0]) for layer in runner.model.layers]
+    called = [native.calls(layer.mixers[0]) for layer in runner.model.trunk.layers]
     assert called == [False, False, False, True, False, False, False]
     for ours, theirs in zip(fast, slow, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
@@ -151,7 +151,7 @@ def test_experts_take_many_tokens_block_by_block(monkeypatch: pytest.MonkeyPatch
     blocks, runner = _logits(config, options)
     native = runner.model.native
     assert native is not None and not any(
-        native.calls(mixer) for layer in runner.model.layers for mixer in layer.mixers
+        native.calls(mixer) for layer in runner.model.trunk.layers for mixer in layer.mixers
     )
     for ours, theirs in zip(blocks, whole, strict=True):
         assert torch.equal(ours, theirs)
@@ -171,7 +171,9 @@ def test_experts_that_are_compact_beside_others(monkeypatch: pytest.MonkeyPatch)
         runner = DecoderRunner(config, options, weights.items())
         params = greedy_params(6, ignore_eos=True, logprobs=0)
         events = run(runner, *(request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)))
-        mixers = [mixer for layer in runner.model.layers for mixer in layer.mixers if isinstance(mixer, ExpertsMixer)]
+        mixers = [
+            mixer for layer in runner.model.trunk.layers for mixer in layer.mixers if isinstance(mixer, ExpertsMixer)
+        ]
         packed = [expert.up.packed for mixer in mixers for expert in mixer.experts]
         return {one.stored for one in packed}, {n: [(e.token_id, e.logprob) for e in of] for n, of in events.items()}
 
@@ -407,9 +409,9 @@ def test_rows_before_the_vocabulary_stay_in_16_bits(weights: str, inside: Kind, 
     config = tiny_config("M-")
     options = DecoderOptions(max_seqs=2, max_len=64, dtype=torch.bfloat16, weights=weights, activations="int8")
     model = DecoderRunner(config, options, random_weights(config)).model
-    inner = model.layers[1].mixers[0]
-    assert isinstance(inner, MlpMixer) and inner.up.packed is not None and model.head.packed is not None
-    assert (inner.up.packed.kind, model.head.packed.kind) == (inside, head)
+    inner = model.trunk.layers[1].mixers[0]
+    assert isinstance(inner, MlpMixer) and inner.up.packed is not None and model.trunk.head.packed is not None
+    assert (inner.up.packed.kind, model.trunk.head.packed.kind) == (inside, head)
 
 
 def test_what_has_no_compiled_step_says_why() -> None:
@@ -477,7 +479,7 @@ def test_a_tied_table_is_the_packed_projection(hidden: int, dtype: torch.dtype) 
     options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, native="on", dtype=dtype)
     runner = DecoderRunner(config, options, random_weights(config))
     model = runner.model
-    assert model.native is not None and (model.embeddings.packed is not None) == (dtype == torch.bfloat16)
+    assert model.native is not None and (model.trunk.embeddings.packed is not None) == (dtype == torch.bfloat16)
     table = dict(random_weights(config))["model.embeddings.weight"].to(dtype)
     assert torch.equal(model.embed_ids(torch.arange(197)), table)
     assert model.native.max_singles > 0
@@ -496,8 +498,8 @@ def test_a_table_of_its_own(hidden: int, dtype: torch.dtype) -> None:
     table = dict(random_weights(config))["model.embeddings.weight"].to(dtype)
     options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, native="on", dtype=dtype)
     model = DecoderRunner(config, options, random_weights(config)).model
-    assert (model.embeddings.packed is not None) == (hidden == 128 and dtype == torch.bfloat16)
-    assert (model.embeddings.nbytes < table.nbytes) == (model.embeddings.packed is not None)
+    assert (model.trunk.embeddings.packed is not None) == (hidden == 128 and dtype == torch.bfloat16)
+    assert (model.trunk.embeddings.nbytes < table.nbytes) == (model.trunk.embeddings.packed is not None)
     assert torch.equal(model.embed_ids(torch.arange(197)), table)
     assert model.native is not None
     ids = torch.tensor([0, 63, 64, 130, 196])
@@ -515,7 +517,7 @@ def test_a_tied_table_has_the_numbers_of_the_quantised_projection(kind: str, dty
     for native in ("on", "off"):
         options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, native=native, dtype=dtype, weights=kind)
         model = DecoderRunner(config, options, weights.items()).model
-        assert torch.equal(model.embed_ids(torch.arange(197)), expected) and not model.embeddings.nbytes
+        assert torch.equal(model.embed_ids(torch.arange(197)), expected) and not model.trunk.embeddings.nbytes
         if model.native is not None:
             ids = torch.tensor([0, 63, 64, 130, 196])
             model.native.run(range(1), Step(tokens=5, ids=ids.data_ptr()))

@@ -53,7 +53,7 @@ OPTIONS = pairwise(
 
 def whole(runner: DecoderRunner) -> bool:
     """Whether compiled code, if available, covers every layer but Mamba-2 with too many taps."""
-    native, layers = runner.model.native, [layer.mixers for layer in runner.model.layers]
+    native, layers = runner.model.native, [layer.mixers for layer in runner.model.trunk.layers]
     called = [] if native is None else [mixers for mixers in layers if any(map(native.calls, mixers))]
     return all(isinstance(each[0], Mamba2Mixer) and each[0].spec.conv_kernel > MAX_TAPS for each in called)
 

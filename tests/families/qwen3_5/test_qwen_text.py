@@ -64,7 +64,7 @@ def test_tokens_and_logprobs_with_any_options(tmp_path: Path, seed: int) -> None
     preempt_every = chosen.pop("preempt_every")
     block = {"state_block": 8} if chosen["state_cache"] in ("align", "all") else {}
     runner = runner_of(checkpoint, **block, **chosen)
-    native, mixers = runner.model.native, [mixer for layer in runner.model.layers for mixer in layer.mixers]
+    native, mixers = runner.model.native, [mixer for layer in runner.model.trunk.layers for mixer in layer.mixers]
     assert native is None or not any(native.calls(mixer) for mixer in mixers), "compiled code has every layer"
     rng = random.Random(seed)
     common = [rng.randint(3, 9) for _ in range(rng.choice([9, 33, 70]))]

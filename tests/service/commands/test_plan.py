@@ -479,12 +479,12 @@ def test_what_compiled_code_stores_in_12_bits(hidden: int, tmp_path: Path) -> No
     options = ServerOptions(model=path, dtype="bfloat16", instruction_set=sets[0].name)
     engine = build_engine(options)
     model = engine._decoder.model
-    mixers = [mixer for layer in model.layers for mixer in layer.mixers]
-    linear = [one for mixer in mixers for one in vars(mixer).values() if isinstance(one, Linear)] + [model.head]
+    mixers = [mixer for layer in model.trunk.layers for mixer in layer.mixers]
+    linear = [one for mixer in mixers for one in vars(mixer).values() if isinstance(one, Linear)] + [model.trunk.head]
     stored = [one.packed for one in linear if one.packed is not None]
     assert len(stored) == 5 and all(packed.stored is Kind.COMPACT_BF16 for packed in stored)
     numbers, table = sum(packed.n * packed.k for packed in stored), 128 * hidden if hidden == 128 else 0
-    assert (model.embeddings.packed is not None) == bool(table)
+    assert (model.trunk.embeddings.packed is not None) == bool(table)
     engine.close()
 
     def cell(**others: str) -> str | None:

@@ -25,8 +25,8 @@ from service.model.quantise import REPORT, quantise_checkpoint
 
 
 def linears(model: HybridModel) -> list[Linear]:
-    found = [model.head]
-    for mixer in [mixer for layer in model.layers for mixer in layer.mixers]:
+    found = [model.trunk.head]
+    for mixer in [mixer for layer in model.trunk.layers for mixer in layer.mixers]:
         found += [value for value in vars(mixer).values() if isinstance(value, Linear)]
     return found
 
@@ -51,7 +51,7 @@ def test_saved_equals_quantised_at_load(tmp_path: Path, kind: str, capsys: pytes
     models = load(tmp_path / "small", None), load(original, kind)
     tables = [model.embed_ids(torch.arange(model.config.vocab_size)) for model in models]
     assert torch.equal(*tables)
-    assert all((model.embeddings.nbytes == 0) == (kind != "int8") for model in models)
+    assert all((model.trunk.embeddings.nbytes == 0) == (kind != "int8") for model in models)
     pairs = list(zip(*map(linears, models), strict=True))
     assert len(pairs) > 3
     for saved, at_load in pairs:
