@@ -8,7 +8,7 @@ its alias in transformers, the alias wins, as there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from decoder.layers.descriptions import Attention, Experts, Mlp
 from decoder.layers.recurrent_descriptions import Mamba2
 from decoder.layers.spec import Layer, MixerSpec
 from families.family import FamilyConfig, ModelFiles
-from families.fields import check_types, count, only, time_steps
+from families.fields import check_types, count, only, required, time_steps
 from families.files import CheckpointError, checkpoint_errors, first
 
 LAYER_KINDS = "M*-E"
@@ -206,30 +206,25 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
 
 def published_config(text: Mapping[str, Any]) -> NemotronHConfig:
     """The fields of the text part of a configuration; unset ones have the family's defaults. Raises CheckpointError."""
-    known = {f.name: f for f in fields(NemotronHConfig)}
-    values: dict[str, Any] = {"pattern": layer_pattern(text)}
+    pattern = layer_pattern(text)
+    for name, served in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("is_causal", True)):
+        only(text, name, served)
+    if text.get("sliding_window") is not None:
+        raise CheckpointError("config.json: sliding_window is set; sliding-window attention is not served")
+    required(text, "hidden_size", "vocab_size")
+    # Fields of the description -> what the file calls them, where that is something else.
     names = {name: alias for alias, name in _ALIASES.items() if text.get(alias) is not None}
     if text.get("head_dim") is None and text.get("attention_head_dim") is not None:  # in older files
         names["head_dim"] = "attention_head_dim"
-    values |= {name: text[names.get(name, name)] for name in known if text.get(names.get(name, name)) is not None}
-    if (pattern := mtp_pattern(text)) is not None:
-        values["mtp_pattern"] = pattern
-    if "num_key_value_heads" not in text:
-        values["num_key_value_heads"] = KV_HEADS
-    names["norm_eps"] = "layer_norm_epsilon"
+    values: dict[str, Any] = {} if "num_key_value_heads" in text else {"num_key_value_heads": KV_HEADS}
+    for field in fields(NemotronHConfig):
+        if (value := text.get(names.get(field.name, field.name))) is not None:
+            values[field.name] = value
+    values["pattern"] = pattern
+    if (mtp := mtp_pattern(text)) is not None:
+        values["mtp_pattern"] = mtp
     values["time_step_limit"] = time_steps(text, names.get("time_step_limit", "time_step_limit"))
-    for name in ("mlp_hidden_act", "mamba_hidden_act"):
-        expected = "relu2" if name.startswith("mlp") else "silu"
-        if text.get(name, expected) != expected:
-            raise CheckpointError(f"config.json: {name} is {text[name]!r}; this family is served with {expected!r}")
-    only(text, "is_causal", True)
-    if text.get("sliding_window") is not None:
-        raise CheckpointError("config.json: sliding_window is set; sliding-window attention is not served")
-    missing = sorted(
-        f.name for f in known.values() if f.default is MISSING and f.default_factory is MISSING and f.name not in values
-    )
-    if missing:
-        raise CheckpointError(f"config.json lacks {', '.join(missing)}")
+    names["norm_eps"] = "layer_norm_epsilon"
     check_types(NemotronHConfig, values, names)
     count(values, "max_position_embeddings", NemotronHConfig.max_position_embeddings)
     with checkpoint_errors("config.json", names):
