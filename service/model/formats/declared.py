@@ -314,8 +314,9 @@ def _compressed_group(name: str, form: str, weights: Mapping[str, Any], inputs: 
     if (mixed or form == "pack-quantized") and (bits, kind) == (4, "int"):
         ordered = weights.get("actorder") in (True, "group", "dynamic")
         needed = ("groups",) * ordered + ("zeros",) * (weights.get("symmetric") is False)
-        inner = group if group is not None and group > 0 else None
-        return Said(("int4",), "default", inner, needed, _other_inputs(name, inputs))
+        if strategy == "group" and not (group and group > 0):
+            raise CheckpointError(f"{where}: config group {name} of strategy 'group' has group_size {group!r}")
+        return Said(("int4",), "default", -1 if group is None else group, needed, _other_inputs(name, inputs))
     if (mixed or form in ("int-quantized", "naive-quantized")) and (bits, kind, strategy) == (8, "int", "channel"):
         return Said(("int8",), "default", inputs=_other_inputs(name, inputs))
     raise CheckpointError(

@@ -407,6 +407,8 @@ DISAGREEING: list[tuple[str, dict[str, object], str]] = [
     ("block-fp8", {"weight_block_size": None}, "stored as fp8-block, but .* says fp8-tensor or fp8-channel"),
     ("block-fp8", {"modules_to_not_convert": ["up_proj"]}, "stored as fp8-block, but .* says not quantised"),
     ("gptq", {"group_size": 128}, "has groups of 32, but .* says 128"),
+    ("packed-int4", {"config_groups": {"g": {"targets": ["Linear"], "weights": {
+        "num_bits": 4, "type": "int", "strategy": "channel"}}}}, "has groups of 32, but .* says -1"),
     ("gptq", {"dynamic": {"-:.*up_proj": {}}}, "stored as gptq, but .* says not quantised"),
     ("gptq", {"bits": 8}, "GPTQ with 8 bits is not supported"),
     ("awq", {"version": "gemv"}, "AWQ version 'gemv' is not supported"),
@@ -447,6 +449,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (compressed({"group_size": 32}, ignore=["re:(lm_head"]), r"'re:\(lm_head' is not a regular expression"),
     (compressed({"group_size": "32"}), "group_size '32' of config group g"),
     (compressed({"group_size": True}), "group_size True of config group g"),
+    (compressed({}), "config group g of strategy 'group' has group_size None"),
     (
         compressed({"group_size": 32}, **transformed("weight_input", "input")),
         "transform_config u is applied at 'input'",
