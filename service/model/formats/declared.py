@@ -239,8 +239,8 @@ def _modelopt(entry: Mapping[str, Any], where: str) -> Declared:
     return Declared("modelopt", where, say, listed=plain)
 
 
-def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
-    overall, ignored = str(entry.get("format") or ""), _names(entry, where, "ignore")
+def _check_transforms(entry: Mapping[str, Any], where: str) -> None:
+    """Raises CheckpointError for a transform that the stored weights do not contain."""
     transforms = _object(_object(entry, "transform_config", where), "config_groups", f"{where}: transform_config")
     for name, scheme in transforms.items():
         for applied in scheme["apply"]:
@@ -249,6 +249,11 @@ def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
                     f"{where}: transform_config {name} is applied at {applied['location']!r}, while the model runs; "
                     f"only transforms that the weights contain are supported: {', '.join(IN_WEIGHTS)}"
                 )
+
+
+def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
+    overall, ignored = str(entry.get("format") or ""), _names(entry, where, "ignore")
+    _check_transforms(entry, where)
     groups: list[tuple[list[str], Said]] = []
     blocks: set[tuple[int, int]] = set()
     given = _object(entry, "config_groups", where)
@@ -256,15 +261,13 @@ def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
         group = _object(given, name, f"{where}: config_groups")
         at = f"{where}: config group {name}"
         weights, inputs = _object(group, "weights", at), _object(group, "input_activations", at)
-        of = str(group.get("format") or overall)
         if weights.get("strategy") == "block":
             blocks.add(_block(weights.get("block_structure", [128, 128]), f"{where}: block_structure of {name}"))
-        groups.append(
-            (
-                _names(group, at, "targets"),
-                _compressed_group(name, of, weights, inputs, where),
-            )
-        )
+        form = str(group.get("format") or overall)
+        groups.append((_names(group, at, "targets"), _compressed_group(name, form, weights, inputs, where)))
+    if len(blocks) > 1:
+        sizes = " and ".join(f"{rows}x{inner}" for rows, inner in sorted(blocks))
+        raise CheckpointError(f"{where}: blocks of {sizes} in one model are not supported, only of one size")
 
     def say(module: str) -> Said:
         if any(_matches(module, name) for name in ignored):
@@ -276,9 +279,6 @@ def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
                         return said._replace(how="default" if wanted else "table")
         return Said((), "excluded")
 
-    if len(blocks) > 1:
-        sizes = " and ".join(f"{rows}x{inner}" for rows, inner in sorted(blocks))
-        raise CheckpointError(f"{where}: blocks of {sizes} in one model are not supported, only of one size")
     return Declared("compressed-tensors", where, say, block=blocks.pop() if blocks else (128, 128))
 
 
