@@ -222,7 +222,7 @@ def error_from_rpc(rpc_error: Any, *, request_id: str = "") -> SaccadeError:
     trailers = _items(rpc_error.trailing_metadata())
     code, message = rpc_error.code().name, rpc_error.details() or ""
     details = parse_trailers(trailers)
-    if code == "UNAVAILABLE" and (hint := _tls_hint(message)):
+    if code == "UNAVAILABLE" and (hint := _connection_hint(message)):
         details.no_retry = details.no_retry or _NO_HANDSHAKE in message
         message = f"{message.rstrip('.')}; {hint}"
     if code == "CANCELLED" and not details.reason and message in _STOPPED:
@@ -235,10 +235,12 @@ def error_from_rpc(rpc_error: Any, *, request_id: str = "") -> SaccadeError:
     return error
 
 
-def _tls_hint(message: str) -> str:
-    """A hint about TLS for gRPC's message about a failed connection; empty if the message does not concern TLS."""
+def _connection_hint(message: str) -> str:
+    """A hint for gRPC's message about a failed connection: about TLS, or the wrong port. Empty if there is none."""
     if not message.startswith("failed to connect"):
         return ""
+    if "http1.x server" in message:
+        return "the address may be that of the HTTP server: this client needs the port for gRPC"
     if "WRONG_VERSION_NUMBER" in message:
         return "the server may not use TLS: connect without it"
     if "CERTIFICATE_VERIFY_FAILED" in message:

@@ -113,10 +113,10 @@ def build_request(
     Raises:
         InvalidArgument: an argument that no server could accept; the error names it.
     """
-    known = AllSampling.__annotations__.keys()
-    unknown = sorted(sampling.keys() - known)
+    unknown = sorted(sampling.keys() - AllSampling.__annotations__.keys())
     if unknown:
-        raise InvalidArgument(f"unknown arguments: {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        known = sorted({*GenerateOptions.__annotations__, "raw"})
+        raise InvalidArgument(f"unknown arguments: {', '.join(unknown)}; known are {', '.join(known)}")
     request = inference_pb2.GenerateRequest()
     request.request_id = check_string("request_id", sampling.get("request_id") or uuid.uuid4().hex)
     request.model = check_string("model", sampling.get("model") or "")
@@ -254,6 +254,8 @@ def _items(prompt: Any) -> list[Any]:
     items = list(prompt)
     if not items:
         raise InvalidArgument(f"prompt: expected {expected}, got an empty list")
+    if not isinstance(items[0], Mapping) and not hasattr(items[0], "__index__"):
+        raise InvalidArgument(f"prompt: expected {expected}, got a list of {type(items[0]).__name__}")
     return items
 
 

@@ -82,6 +82,8 @@ class ImageFolder:
         """The resolved path. Raises InvalidArgument if it is outside the folder, absent or not a plain file."""
         if self._root is None:
             raise InvalidArgument(f"{where}: expected a data URL or a media id, not a path")
+        if name.lower().startswith("file:"):
+            raise InvalidArgument(f"{where}: name a file by its path inside the input's folder, without file:")
         try:
             path = (self._root / name).resolve(strict=True)
             status = path.stat()

@@ -129,8 +129,6 @@ def _opened(source: str, name: str, opener: Opener) -> Any:
             return opener(types_pb2.Image(media_id=rest), name)
         case "data" | "http" | "https":
             return opener(image_message(source, name), name)
-        case "file":
-            raise InvalidArgument(f"{name}: name a file by its path inside the input's folder, without file:")
     return opener(source, name)
 
 

@@ -22,6 +22,8 @@ from saccade._openai.schema import (
     choice_kind,
 )
 
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
 
 class InputText(CachedPart):
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
@@ -39,11 +41,16 @@ class InputImage(CachedPart):
 
 def _part_kind(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
-    return "<image>" if kind == "input_image" else "<text>"
+    return "<image>" if kind == "input_image" else "<text>" if kind in _TEXTS else "<>"
 
 
 ContentPart: TypeAlias = Annotated[
-    Annotated[InputText, Tag("<text>")] | Annotated[InputImage, Tag("<image>")], Discriminator(_part_kind)
+    Annotated[InputText, Tag("<text>")] | Annotated[InputImage, Tag("<image>")],
+    Discriminator(
+        _part_kind,
+        custom_error_type="part",
+        custom_error_message=f"expected a part of type input_image, {', '.join(_TEXTS[:-1])} or {_TEXTS[-1]}",
+    ),
 ]
 
 

@@ -174,7 +174,7 @@ class _Page:
         if methods := {method for route in matching for method in route.methods or ()}:
             raise HTTPException(405, headers={"allow": ", ".join(sorted(methods))})
         if self._app.get_path(scope) not in self._paths:  # StaticFiles would give other methods than GET status 405
-            raise HTTPException(404)
+            raise HTTPException(404, self._elsewhere(scope["path"]))
 
         async def with_headers(message: Scope) -> None:
             if message["type"] == "http.response.start":
@@ -183,3 +183,11 @@ class _Page:
             await send(message)
 
         await self._app(scope, receive, with_headers)
+
+    def _elsewhere(self, path: str) -> str | None:
+        """What is wrong with a path that lacks /v1 or has it twice: some clients add it to their base URL, others do
+        not. None for other paths."""
+        meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
+        if not any(route.path_regex.match(meant) for route in self._served):
+            return None
+        return f"Not Found; the path is {meant}: OpenAI's clients need a base URL with /v1, Anthropic's one without it"

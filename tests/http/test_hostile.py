@@ -19,6 +19,7 @@ from running import RunningServer
 from running_http import RunningHttp, request_of
 from waiting import until
 
+import saccade
 from service.http.upstream import CONCURRENT, all_of
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "what is it?"}], "max_tokens": 4, "temperature": 0}
@@ -423,6 +424,30 @@ def test_unknown_paths_and_methods_have_a_request_id_and_the_form_of_their_api(h
             assert (document["type"], document["request_id"]) == ("error", "r2")
         else:
             assert (document["error"]["code"], document["error"]["request_id"]) == ("HTTP", "r2")
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/messages", "/v1/messages"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/v1/nothing", None),
+        ("/nothing", None),
+    ],
+)
+def test_an_unknown_path_names_the_one_that_a_wrong_base_url_hides(
+    http: RunningHttp, path: str, meant: str | None
+) -> None:
+    told = post(http, ASK, path).json()["error"]["message"]
+    assert told.startswith(f"POST {path}: Not Found") and ("base URL" in told) == bool(meant)
+    assert meant is None or f"the path is {meant}:" in told
+
+
+def test_a_grpc_client_is_told_that_this_is_not_its_port(http: RunningHttp) -> None:
+    with saccade.Client(f"127.0.0.1:{http.port}", max_retries=0) as client:
+        with pytest.raises(saccade.errors.Unavailable, match="that of the HTTP server: this client needs the port for"):
+            client.generate("x")
 
 
 @pytest.mark.parametrize("target", [b"localhost:1", b"/health"])

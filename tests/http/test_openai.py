@@ -678,6 +678,12 @@ def test_an_error_tells_clients_that_refer_to_items_what_they_need(client: opena
         client.responses.create(model="", input=[{"type": "item_reference", "id": "msg_1"}])
 
 
+def test_an_error_about_a_part_of_a_response_names_those_with_images_too(client: openai.OpenAI) -> None:
+    part: Any = {"type": "image_url", "image_url": {"url": "data:,"}}
+    with pytest.raises(openai.BadRequestError, match=r"content\[0\]: expected a part of type input_image, "):
+        client.responses.create(model="", input=[{"role": "user", "content": [part]}])
+
+
 @pytest.mark.parametrize("name", ["chat.v2", "org/chat.v2", "my-chat.v2"])
 def test_a_model_s_name_is_no_field(client: openai.OpenAI, name: str) -> None:
     with pytest.raises(openai.NotFoundError, match=f"'{re.escape(name)}'"):
