@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 import shlex
+import shutil
+import subprocess
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from running import RunningServer
 
 from service.commands.probe import main as probe
 from service.common.config import HttpFrontOptions, ServerOptions
+from service.common.errors import Code
 from service.common.settings import ENV_PREFIX, from_keywords, resolve
 from service.servers.frontends import END_SECONDS
 from service.servers.health import LIVENESS
@@ -24,6 +29,8 @@ MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
 PROBE_SECONDS = 2.0
 """For which `saccade probe` waits by default."""
 SERVE_CONFIGS = sorted((ROOT / "deploy" / "ray").glob("*.yaml"))
+SYSTEMD = ROOT / "deploy" / "systemd"
+ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yaml"
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -69,6 +76,12 @@ def test_the_image_with_cuda_can_compile_kernels_and_keep_them() -> None:
     }
 
 
+def accepted(given: dict[str, Any], environment: dict[str, str] | None = None) -> ServerOptions:
+    """`resolve` alone ignores names that no option has."""
+    assert given.keys() <= {field.name for field in fields(ServerOptions)}
+    return resolve(ServerOptions, given, environment or {})
+
+
 def documents() -> list[tuple[str, Any]]:
     return [(path.name, document) for path in MANIFESTS for document in yaml.safe_load_all(path.read_text())]
 
@@ -91,7 +104,7 @@ def test_manifests_fit_together(path: Path) -> None:
         scraped = {"prometheus.io/scrape": "true", "prometheus.io/port": str(ports["metrics"])}
         assert pod["metadata"]["annotations"] == scraped, "a number of replicas may follow a metric of these pods"
         arguments = _options(container["args"])
-        options = resolve(ServerOptions, arguments, {})
+        options = accepted(arguments)
         program, pause = container["lifecycle"]["preStop"]["exec"]["command"]
         assert program == "sleep" and int(pause) > 0, "new calls arrive until clients know that the pod stops"
         assert int(pause) + options.grace + END_SECONDS < pod["spec"]["terminationGracePeriodSeconds"]
@@ -147,8 +160,7 @@ def test_encoders_and_decoders_scale_apart() -> None:
     encoder = next(d for d in roles if d["kind"] == "StatefulSet")
     decoder = next(d for d in roles if d["kind"] == "Deployment")
     encoders, decoders = (
-        resolve(ServerOptions, _options(d["spec"]["template"]["spec"]["containers"][0]["args"]), {})
-        for d in (encoder, decoder)
+        accepted(_options(d["spec"]["template"]["spec"]["containers"][0]["args"])) for d in (encoder, decoder)
     )
     assert (encoders.role, decoders.role, encoders.model) == ("encoder", "decoder", decoders.model)
     name, service = encoder["metadata"]["name"], encoder["spec"]["serviceName"]
@@ -161,7 +173,7 @@ def test_encoders_and_decoders_scale_apart() -> None:
     assert encoders.max_inflight_bytes // encoders.max_decoders >= largest
     (application,) = yaml.safe_load((ROOT / "deploy" / "ray" / "decoders.yaml").read_text())["applications"]
     arguments = application["args"]
-    served = resolve(ServerOptions, {"model": arguments["model"], **arguments["options"]}, {})
+    served = accepted({"model": arguments["model"], **arguments["options"]})
     assert (served.role, served.encoders, served.model) == ("decoder", decoders.encoders, encoders.model)
     # replaced replicas finish their streams beside new ones
     assert 2 * arguments["deployment"]["autoscaling_config"]["max_replicas"] <= encoders.max_decoders
@@ -179,8 +191,84 @@ def test_the_application_of_ray_serve_names_what_there_is(path: Path) -> None:
     module, _, function = application["import_path"].partition(":")
     source = (ROOT / Path(*module.split("."))).with_suffix(".py").read_text()
     assert f"def {function}(" in source
-    resolve(ServerOptions, {"model": application["args"]["model"], **application["args"]["options"]}, {})
+    accepted({"model": application["args"]["model"], **application["args"]["options"]})
     from_keywords(HttpFrontOptions, application["args"]["http"])
+
+
+def test_the_compose_file_names_options_that_there_are() -> None:
+    (service,) = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"].values()
+    environment = next(shlex.split(rest) for name, rest in instructions() if name == "ENV" and ENV_PREFIX in rest)
+    values = {k: v for k, v in (part.split("=", 1) for part in environment) if k.startswith(ENV_PREFIX)}
+    options = accepted(_options([values["SACCADE_MODEL"], *service["command"]]), values)
+    assert options.insecure and options.model == service["volumes"][0].split(":")[-2]
+    published = [port.rpartition(":") for port in service["ports"]]
+    assert [int(inside) for _, _, inside in published] == [options.port, options.http_port, options.metrics_port]
+    assert all(outside.startswith("127.0.0.1:") for outside, _, _ in published), "other machines reach it without a key"
+    assert seconds(service["stop_grace_period"]) > options.grace + END_SECONDS
+    assert service["healthcheck"]["test"] == ["CMD", "saccade", "probe", f"127.0.0.1:{options.port}"]
+    assert seconds(service["healthcheck"]["timeout"]) > 2 * PROBE_SECONDS
+    assert seconds(service["healthcheck"]["start_period"]) >= options.load_timeout
+
+
+def seconds(duration: str) -> int:
+    return int(duration[:-1]) * {"s": 1, "m": 60, "h": 3600}[duration[-1]]
+
+
+def unit() -> configparser.SectionProxy:
+    parser = configparser.ConfigParser(strict=True, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment]
+    parser.read(SYSTEMD / "saccade.service")
+    return parser["Service"]
+
+
+def test_the_unit_and_its_options_fit_together() -> None:
+    service = unit()
+    program, command, flag, path = service["ExecStart"].split()
+    assert (Path(program).name, command, flag, Path(path).name) == ("saccade", "serve", "--config", "server.toml")
+    options = accepted(tomllib.loads((SYSTEMD / "server.toml").read_text()))
+    assert int(service["TimeoutStopSec"]) > options.grace + END_SECONDS
+    for folder in (options.media_dir, options.batch_dir, options.http_file_dir):
+        assert folder and Path(folder).parent == Path("/var/lib") / service["StateDirectory"]
+    caches = dict(part.split("=", 1) for part in service["Environment"].split())
+    assert all(Path(f"/var/cache/{service['CacheDirectory']}") in (Path(x), *Path(x).parents) for x in caches.values())
+    written = (SYSTEMD / "server.toml").read_text()
+    options = accepted(tomllib.loads(re.sub(r"^# (\w+ = )", r"\1", written, flags=re.MULTILINE)))
+    assert options.host == options.http_host == "0.0.0.0" and options.api_keys
+
+
+def test_systemd_knows_each_line_of_the_unit(tmp_path: Path) -> None:
+    """`systemd-analyze verify` also checks that program and user exist, so the copy has others."""
+    verify = shutil.which("systemd-analyze")
+    if verify is None:
+        pytest.skip("systemd-analyze is not installed")
+    copy = tmp_path / "saccade.service"
+    text = (SYSTEMD / "saccade.service").read_text().replace("/opt/saccade/bin/saccade", "/bin/true")
+    copy.write_text(text.replace("User=saccade", "User=root"))
+    done = subprocess.run([verify, "verify", "--man=no", copy], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, [line for line in done.stderr.splitlines() if copy.name in line]) == (0, [])
+
+
+def test_alerts_are_about_metrics_and_codes_that_there_are() -> None:
+    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
+    listed = (ROOT / "docs" / "operations.md").read_text()
+    asked = {name for rule in group["rules"] for name in re.findall(r"saccade_\w+", rule["expr"])}
+    for name in asked:
+        assert f"| `{name.removesuffix('_bucket')}` |" in listed, name
+    named = {code for rule in group["rules"] for code in re.findall(r'code="(\w+)"', rule["expr"])}
+    assert named and named <= {code.name for code in Code}
+    tested = yaml.safe_load((ROOT / "tests" / "support" / "alerts_test.yaml").read_text())["tests"]
+    fired = [x["alertname"] for test in tested for x in test["alert_rule_test"] if x.get("exp_alerts")]
+    assert sorted(fired) == sorted(rule["alert"] for rule in group["rules"])
+
+
+def test_alerts_fire_when_they_should() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool, which comes with Prometheus, is not installed")
+    test = ROOT / "tests" / "support" / "alerts_test.yaml"
+    for command in (["check", "rules", ALERTS], ["test", "rules", test]):
+        done = subprocess.run([promtool, *command], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _options(arguments: list[str]) -> dict[str, Any]:
