@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -74,6 +75,8 @@ def check_options(options: argparse.Namespace) -> None:
             raise InvalidArgument(f"--{name.replace('_', '-')} {why}")
     if options.adapter is not None and options.model is None:
         raise InvalidArgument("--adapter is for --model; a server has its own")
+    if options.ray is None and (os.path.isdir(options.input) or options.input.endswith((".parquet", ".tar"))):
+        raise InvalidArgument(f"IN: {options.input!r} is no JSONL file; a folder or a table needs --ray")
     if options.ray is not None and options.prompt is None:
         raise InvalidArgument("--prompt is missing; it is the question about each row")
 

@@ -163,8 +163,8 @@ class BatchJob:
             from saccade._openai.problems import short  # it needs Pydantic: see `saccade._jobs.rows`
 
             raise InvalidArgument(
-                f"model: rows name {', '.join(map(short, others[:5]))}, but {model.name!r} is served; set any_model to "
-                "answer them anyway",
+                f"model: rows name {', '.join(map(short, others[:5]))}, but {model.name!r} is served; any_model "
+                "(--any-model) answers them anyway",
                 reason="BATCH_MODEL",
             )
         self._input.bind(model)

@@ -258,7 +258,7 @@ def test_a_wrong_file_starts_nothing(run: Run, script: Script, tmp_path: Path) -
     empty.write_text("\n\n")
     with pytest.raises(errors.InvalidArgument, match="no requests"):
         run(empty, output)
-    with pytest.raises(errors.InvalidArgument, match="'gpt'.*'fake'"):
+    with pytest.raises(errors.InvalidArgument, match=r"'gpt'.*'fake'.*\(--any-model\)"):
         run(write_input(tmp_path / "other.jsonl", 2, model="gpt"), output)
     assert not output.exists() and not script.requests
     script.answer = echo

@@ -209,3 +209,10 @@ def test_options_that_do_not_belong_together(
     except SystemExit as ended:
         code = ended.code
     assert code == 2 and named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [".", "rows.parquet", "shard.tar"])
+def test_folders_and_tables_need_ray(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["batch", str(tmp_path / name), str(tmp_path / "out")])
+    assert "is no JSONL file; a folder or a table needs --ray" in capsys.readouterr().err
