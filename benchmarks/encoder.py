@@ -22,7 +22,6 @@ import argparse
 import functools
 import io
 import json
-import os
 import random
 import statistics
 import sys
@@ -47,6 +46,7 @@ from encoder.runner import EncoderOptions, EncoderRunner
 from encoder.tune import packed_ladder, tuned_ladder
 from families.nemotron_h_omni.tower import RadioTower
 from families.nemotron_h_omni.vision import RadioVision
+from kernels.cores import available_cores
 from kernels.host_memory import keep_freed_memory
 from kernels.native.tower import Code, TowerOp, TowerStep
 from service.model.checkpoint import open_checkpoint
@@ -348,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--images", type=int, default=32, help="images in each mix")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
+    parser.add_argument("--threads", type=int, default=available_cores().usable, help="default: one per core")
     add_options(parser)
     machine.add_rough(parser)
     arguments = parser.parse_args(argv)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import queue
 import random
 import socket
@@ -41,6 +40,7 @@ from benchmarks import machine, models
 from benchmarks.record import add_options, write_result
 from decoder.sampling import SamplingParams
 from encoder.item import EncoderItem
+from kernels.cores import available_cores
 from service.commands.server_process import ServerProcess
 from service.common.config import EngineOptions
 from service.encoding.encoder import Encoding
@@ -339,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each engine and encoder"
+        "--threads", type=int, default=available_cores().usable, help="threads of each engine and encoder"
     )
     add_options(parser)
     arguments = parser.parse_args(argv)

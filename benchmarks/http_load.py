@@ -35,6 +35,7 @@ from typing import Any
 
 from benchmarks import gguf_model, machine, models, record
 from benchmarks.http_load_plot import draw
+from kernels.cores import available_cores
 from service.commands.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,7 +106,7 @@ def served(side: str, kind: str, model: Path, threads_bind: str | None) -> Itera
             command += ["--trust-remote-code", "--limit-mm-per-prompt", limits, "--skip-mm-profiling"]
     else:
         environment.pop("OMP_NUM_THREADS", None)
-        threads = str(len(os.sched_getaffinity(0)))
+        threads = str(available_cores().usable)
         command = [
             str(LLAMA / "build" / "bin" / "llama-server"), "-m", str(gguf_model.converted(model, LLAMA)), "--port",
             str(port), "-t", threads, "-tb", threads, "--parallel", str(SEQS), "-c", str(SEQS * 512), "--no-webui",

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.round_trip import round_trip
+from kernels.cores import available_cores
 from kernels.host_memory import use_huge_pages
 from kernels.machine_memory import machine_memory
 from kernels.native.instruction_sets import SETS, processor_features, supported
@@ -42,7 +43,7 @@ def describe() -> dict[str, str | int]:
         "model": ", ".join(f"{name} {facts[name]}" for name in _MODEL if name in facts) or "unknown",
         "flags": " ".join(sorted(features & known)),
         "instruction_set": next((each.name for each in supported(features)), "none"),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": available_cores().usable,
         "memory_gib": round(machine_memory() / 2**30),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -14,7 +14,6 @@ Prompts of equal length run as one batch, others one after another, which is the
 from __future__ import annotations
 
 import json
-import os
 import resource
 import sys
 import time
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from kernels.cores import available_cores
 
 
 def synchronise(device: torch.device) -> None:
@@ -139,7 +140,7 @@ def main() -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(available_cores().usable)
     peer: Peer | None = None
     for line in sys.stdin:
         command = json.loads(line)

@@ -16,7 +16,6 @@ import argparse
 import ctypes
 import datetime
 import json
-import os
 import random
 import sys
 import time
@@ -42,6 +41,7 @@ from decoder.native import NativeStep
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
+from kernels.cores import available_cores
 from kernels.linear import Packed
 from kernels.native.structs import Code, DeltaShape, Kind, Op
 from service.common.config import EngineOptions
@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--weights", choices=WEIGHT_KINDS)
     parser.add_argument("--activations", choices=ACTIVATION_KINDS)
     parser.add_argument("--state-dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=available_cores().usable)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--write", action="store_true", help="write the page under docs")
     machine.add_rough(parser)

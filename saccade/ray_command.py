@@ -54,7 +54,11 @@ def add_options(batch: argparse.ArgumentParser) -> None:
         "--actors", metavar="N[:MOST]", help="processes that send requests or hold an engine (default: 1)"
     )
     group.add_argument(
-        "--num-cpus", type=float, metavar="N", help="CPUs reserved for an actor (default: 1 with --model, else 0)"
+        "--num-cpus",
+        type=float,
+        metavar="N",
+        help="CPUs reserved for an actor, and threads of its engine (default: 1 with --model, whose engine uses all "
+        "cores of its node, else 0)",
     )
     group.add_argument("--num-gpus", type=float, metavar="N", help="GPUs reserved for an actor (default: none)")
     group.add_argument(

@@ -315,6 +315,18 @@ def test_memory_is_asked_for_in_one_place() -> None:
     assert asking == {"kernels/machine_memory.py"}
 
 
+def test_cores_are_counted_in_one_place() -> None:
+    """Elsewhere the quota of a container, or the hardware threads of a core, would be forgotten."""
+    counting = {
+        path.relative_to(CHECKOUT).as_posix()
+        for package in ("kernels", "encoder", "decoder", "families", "service", "saccade")
+        for path in sources(package)
+        if any(name in path.read_text("utf-8") for name in ("sched_getaffinity", "cpu_count"))
+    }
+    # Compiles libraries when a package is built.
+    assert counting == {"kernels/cores.py", "kernels/native/prebuilt.py"}
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_classes_have_fewer_than_twenty_methods(package: str) -> None:
     """A larger one has more than one job."""

@@ -46,7 +46,8 @@ class RayJob:
     concurrency: int = 32
     """Requests in flight in each actor."""
     num_cpus: float | None = None
-    """Processors that Ray reserves for an actor; None: 1 for an engine, 0 for a client."""
+    """Processors that Ray reserves for an actor, and threads of its engine unless `engine` has `threads`; None: 1 for
+    an engine, which computes on all cores of its node, and 0 for a client."""
     num_gpus: float | None = None
     """GPUs that Ray reserves for an actor; None: none."""
     rows_per_task: int = 64
@@ -178,11 +179,18 @@ def _answers(dataset: Any, job: RayJob) -> Any:
         compute=pool,
         fn_constructor_kwargs={
             "rows": job.rows, "server": job.server, "model": job.model, "concurrency": job.concurrency,
-            "client": dict(job.client), "engine": dict(job.engine),
+            "client": dict(job.client), "engine": engine_of(job),
         },
         num_cpus=job.num_cpus if job.num_cpus is not None else 0 if job.model is None else 1,
         num_gpus=job.num_gpus,
     )  # fmt: skip
+
+
+def engine_of(job: RayJob) -> dict[str, Any]:
+    """Options of each actor's engine, which computes with as many threads as the job reserves processors for it."""
+    if job.num_cpus is None or job.num_cpus < 1:
+        return dict(job.engine)
+    return {"threads": int(job.num_cpus), **job.engine}
 
 
 def _warn_if_too_small(job: RayJob) -> None:

@@ -16,6 +16,7 @@ from decoder.checkpoints import most_checkpoints, resolve_state_block, state_byt
 from decoder.config import DecoderOptions
 from decoder.graphs import capture_plan, check_slots, graph_bytes
 from encoder.plan import describe
+from kernels.cores import available_cores
 from kernels.linear import quantised_bytes
 from kernels.linear.layouts import is_compact_width
 from kernels.native.instruction_sets import NativeUnavailable, choose, processor_features, supported
@@ -26,6 +27,7 @@ from service.common.roles import warn_of_unused
 from service.engine.build import check_decoders, dtype_loss
 from service.engine.checks import check_images, check_instruction_set, check_model, check_role
 from service.engine.runner_options import decoder_options, encoder_options, resolve_device, resolve_dtype
+from service.engine.threads import describe_threads, warn_of_threads
 from service.model.adapter import Adapter
 from service.model.checkpoint import Checkpoint
 from service.model.hub import fetched
@@ -72,6 +74,7 @@ def plan(options: ServerOptions) -> list[Table]:
     """The tables of the plan. Raises the errors that the server would raise for the same options."""
     warn_of_unused(options)
     options = fetched(options, weights=False)
+    warn_of_threads(options, available_cores())
     check_instruction_set(options)
     checkpoint = checkpoint_of(options, outline=True)
     if options.role == "encoder":
@@ -144,7 +147,8 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     of = "" if options.role == "all" else f", role {options.role}"
     outline = "as config.json describes it, without weights"
     source = f"revision {checkpoint.revision}" if checkpoint.files.paths else outline
-    return Table(f"{checkpoint.config.name}, {source}, on {device}{instructions(options)}{of}", rows)
+    threads = f", {describe_threads(options, available_cores())}" if device.startswith("cpu") else ""
+    return Table(f"{checkpoint.config.name}, {source}, on {device}{instructions(options)}{threads}{of}", rows)
 
 
 def _merged(adapter: Adapter, checkpoint: Checkpoint) -> str:

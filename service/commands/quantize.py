@@ -6,7 +6,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from decoder.config import WEIGHT_KINDS
+from kernels.cores import available_cores
 from service.common.config import EngineOptions
 from service.model.checkpoint import open_checkpoint
 from service.model.hub import fetched
@@ -29,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
         "(default: %(default)s)",
     )  # fmt: skip
     arguments = parser.parse_args(list(argv))
+    torch.set_num_threads(available_cores().usable)
     options = fetched(EngineOptions(model=arguments.model, revision=arguments.revision))
     checkpoint = open_checkpoint(options.model, options.revision)
     written = quantise_checkpoint(checkpoint, arguments.out, arguments.weights, arguments.format)

@@ -62,7 +62,11 @@ class EngineOptions:
     )
     device: str | None = _option(None, "'cpu', 'cuda' or 'cuda:N'; unset: cuda if available")
     threads: int | None = _option(
-        None, "threads of computation in the engine; unset: one for each core", minimum=1, maximum=1024
+        None,
+        "threads of computation in the engine; unset: one for each physical core that the process may use, and no more "
+        "than its CPU quota",
+        minimum=1,
+        maximum=1024,
     )
     max_seqs: int = _option(32, "requests that run at the same time, each in a batch slot", minimum=1, maximum=2**16)
     max_len: int | None = _option(

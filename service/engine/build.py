@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 from collections.abc import Iterator
 
@@ -26,6 +25,7 @@ from service.engine.checks import check_images, check_instruction_set, check_mod
 from service.engine.constraining import Constraining
 from service.engine.engine import Engine
 from service.engine.runner_options import decoder_options, encoder_options, resolve_device, resolve_dtype
+from service.engine.threads import use_threads
 from service.engine.types import EngineInfo
 from service.model.checkpoint import Checkpoint, Progress
 from service.model.modelconfig import COMPUTE_DTYPES
@@ -51,7 +51,7 @@ def _report_loss(options: EngineOptions, checkpoint: Checkpoint) -> None:
 def use_processor(options: EngineOptions) -> None:
     """Sets the number of threads and the instruction set of this process. Raises ConfigError for a set that the
     processor lacks."""
-    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
+    use_threads(options)
     check_instruction_set(options)
     instruction_sets.use(options.instruction_set)
     if options.instruction_set != instruction_sets.AUTO and options.native == "off":

@@ -15,7 +15,8 @@ from saccade.cli import main
 COMMANDS = ("ask", "batch", "top", "serve", "http", "demo", "plan", "quantize", "convert", "tune", "key", "probe")
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
 FOREIGN = {
-    "build-arg", "stop-timeout", "entrypoint",  # docker
+    "build-arg", "stop-timeout", "entrypoint", "cpus", "cpuset-cpus", "cpuset-mems",  # docker
+    "cpunodebind", "membind",  # numactl
     "variant", "include", "isolation", "pull-never",  # debootstrap, buildah
     "show", "stat", "format",  # git
     "local-dir",  # hf download

@@ -15,7 +15,7 @@ from saccade._core.results import generation_from
 from saccade.cli import main
 from saccade.ray.generate import Generate
 from saccade.ray.ids import ID, row_id, row_seed
-from saccade.ray.job import RayJob, complete
+from saccade.ray.job import RayJob, complete, engine_of
 from saccade.ray.rows import ANSWER_COLUMNS, Prices, RowFormat, Template
 from saccade.ray.sources import find_source
 from saccade.v1 import inference_pb2, types_pb2
@@ -216,3 +216,13 @@ def test_folders_and_tables_need_ray(tmp_path: Path, name: str, capsys: pytest.C
     with pytest.raises(SystemExit):
         main(["batch", str(tmp_path / name), str(tmp_path / "out")])
     assert "is no JSONL file; a folder or a table needs --ray" in capsys.readouterr().err
+
+
+def test_an_engine_has_as_many_threads_as_processors_are_reserved_for_it() -> None:
+    def engine(num_cpus: float | None, **options: Any) -> dict[str, Any]:
+        return engine_of(RayJob("IN", "OUT", RowFormat("?"), model="demo", engine=options, num_cpus=num_cpus))
+
+    assert engine(8, dtype="float32") == {"threads": 8, "dtype": "float32"}
+    assert engine(2.5) == {"threads": 2}
+    assert engine(8, threads=3) == {"threads": 3}
+    assert engine(None) == engine(0.5) == {}  # a share of a processor is only for scheduling

@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from cgroup_files import system
 
-import kernels.machine_memory as machine_memory_module
 from decoder.arena import device_memory
+from kernels import cgroups as cgroups_module
 from kernels.machine_memory import machine_memory
 from service.common.config import ConfigError, ServerOptions
 from service.servers.processes import PROCESS_BYTES, check_processes
@@ -17,16 +18,6 @@ PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 LIMIT = 3 << 20
 V1 = "9:cpu,cpuacct:/box\n4:memory:{path}\n1:name=systemd:/box\n"
 V1_UNLIMITED = "9223372036854771712\n"
-
-
-def system(monkeypatch: pytest.MonkeyPatch, folder: Path, cgroups: str, files: dict[str, str | bytes]) -> None:
-    """A folder with what a system says of this process' cgroups; `files`: paths in the folder -> their content."""
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    (folder / "self").write_text(cgroups)
-    monkeypatch.setattr(machine_memory_module, "CGROUPS", folder / "self")
-    monkeypatch.setattr(machine_memory_module, "MOUNTS", folder)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +75,8 @@ def test_no_limit_leaves_the_physical_memory(
 
 
 def test_a_system_without_cgroups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine_memory_module, "CGROUPS", tmp_path / "none")
-    monkeypatch.setattr(machine_memory_module, "MOUNTS", tmp_path / "none")
+    monkeypatch.setattr(cgroups_module, "CGROUPS", tmp_path / "none")
+    monkeypatch.setattr(cgroups_module, "MOUNTS", tmp_path / "none")
     assert machine_memory() == PHYSICAL
 
 
