@@ -221,8 +221,8 @@ struct Units {
     int64_t rows, threads, row_groups, parts, unit_panels, blocks, count;
     Units(const Weight& w, int64_t rows, int64_t threads, int64_t products = 1) : rows(rows), threads(threads) {
         const int64_t panels = panels_of(w);
-        for (row_groups = threads; row_groups > 1 && (threads % row_groups || rows < LEAST_THREAD_ROWS * row_groups);)
-            row_groups--;
+        row_groups = std::clamp<int64_t>(rows / LEAST_THREAD_ROWS, 1, threads);
+        while (threads % row_groups) row_groups--;
         if (multiplies_slices(w) && !is_long(w)) {
             const int64_t bytes = rows / row_groups * w.kpad * (w.operand == BYTES ? 1 : 2);
             row_groups *= std::max<int64_t>((bytes + UNIT_ROW_BYTES * 2 / 5) / UNIT_ROW_BYTES, 1);

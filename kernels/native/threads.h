@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -28,8 +29,8 @@ class Job {
     virtual void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const = 0;
 };
 
-// Lane j of `threads`: units [lane_begin(j), lane_begin(j + 1)).
-inline int64_t lane_begin(int64_t units, int64_t threads, int64_t lane) { return units * lane / threads; }
+// Lane j of `lanes`: units [lane_begin(j), lane_begin(j + 1)).
+inline int64_t lane_begin(int64_t units, int64_t lanes, int64_t lane) { return units * lane / lanes; }
 
 // Number of jobs that this thread has begun: what it keeps in memory of its own may be valid for one job only.
 inline uint64_t& jobs_of_thread() {
@@ -38,12 +39,14 @@ inline uint64_t& jobs_of_thread() {
 }
 
 // The calling thread and its helpers. No thread waits for a helper that has not taken a unit: one that sleeps, or that
-// has lost its core, costs no more than its absence. Therefore each counter contains the number of its job, and a late
-// helper takes no unit of a finished job.
+// has lost its core, costs no more than its absence. Therefore each counter contains the number of a phase, and a late
+// helper takes no unit of a finished job. All phases of all jobs are numbered in sequence; a job has the number of its
+// first phase.
 class Pool {
   public:
     void run(const Job& job, int64_t threads) {
         const TryLock lock(busy_);
+        if (lock.acquired && threads > 1) threads = prepare(job, threads);
         if (!lock.acquired || threads == 1) {  // another thread of this process is using the helpers
             jobs_of_thread()++;
             for (int64_t i = 0; i < job.phases(); i++)
@@ -54,31 +57,16 @@ class Pool {
             for (; helpers_ < threads - 1; helpers_++) std::thread(&Pool::help, this, helpers_).detach();
         } catch (const std::system_error&) {
         }  // no more threads can be started: the existing ones do the work
-        // A phase has a counter of each thread's lane, and one of the units that are not done.
-        const int64_t phases = job.phases(), counters_per_phase = threads + 1;
-        if (phases * counters_per_phase > int64_t(counters_.size())) {
-            for (auto& old : counters_) old.value.store(0);
-            retired_.push_back(std::move(counters_));  // a late helper may still read them
-            counters_ = std::vector<Counter>(phases * counters_per_phase);
-        }
-        const uint64_t number = (number_ + 1) & NUMBER_MASK;
-        for (int64_t i = 0; i < phases; i++) {
-            const int64_t units = job.units(i);
-            for (int64_t lane = 0; lane < threads; lane++)
-                counters_[i * counters_per_phase + lane].start(
-                    number, lane_begin(units, threads, lane + 1) - lane_begin(units, threads, lane), units
-                );
-            counters_[i * counters_per_phase + threads].start(number, units, units);
-        }
+        const uint32_t first = next_;
+        next_ += uint32_t(job.phases()) + 1;  // one more, which is that of lanes before the next job's first phase
         job_.store(&job, std::memory_order_relaxed);
-        // A helper reads these in reverse order, so that a layout is never combined with too small counters.
-        shared_counters_.store(counters_.data(), std::memory_order_release);
-        phases_and_threads_.store(uint64_t(phases) << 32 | uint64_t(threads), std::memory_order_release);
+        // A helper reads these in reverse order, so that a layout is never combined with too small a board.
+        shared_board_.store(boards_.back().get(), std::memory_order_release);
+        phases_and_threads_.store(uint64_t(job.phases()) << 32 | uint64_t(threads), std::memory_order_release);
         helpers_wanted_.store(threads - 1, std::memory_order_relaxed);
-        number_ = number;
-        signal_.store(uint32_t(number), std::memory_order_seq_cst);
+        signal_.store(first, std::memory_order_seq_cst);
         if (sleepers_.load(std::memory_order_seq_cst)) futex(FUTEX_WAKE_PRIVATE, int(threads - 1));
-        work(counters_.data(), phases, threads, 0, number);
+        work(*boards_.back(), job.phases(), threads, 0, first);
     }
 
   private:
@@ -93,18 +81,24 @@ class Pool {
             if (acquired) busy.clear(std::memory_order_release);
         }
     };
-    // number of the job << 40 | units that are left to take, or to do: always fewer than 2^40
-    struct alignas(64) Counter {
-        std::atomic<uint64_t> value{0};
-        std::atomic<int64_t> units{0};  // all units of the phase
-        Counter() = default;
-        Counter(const Counter&) {}
-        void start(uint64_t number, int64_t left, int64_t of_phase) {
-            units.store(of_phase, std::memory_order_relaxed);
-            value.store(number << 40 | uint64_t(left), std::memory_order_relaxed);
-        }
+    // number of a phase << 32 | number of units, which are always fewer than 2^32
+    using Counter = std::atomic<uint64_t>;
+    static uint64_t counted(uint32_t phase, int64_t units) { return uint64_t(phase) << 32 | uint64_t(units); }
+    static uint32_t phase_of(uint64_t value) { return uint32_t(value >> 32); }
+    static int64_t units_of(uint64_t value) { return uint32_t(value); }
+    struct alignas(64) Progress {  // of a phase
+        Counter unfinished{0};
+        std::atomic<int64_t> lanes{0};  // in which units are left to take
     };
-    static constexpr uint64_t NUMBER_MASK = 0xffffff, LEFT_MASK = (uint64_t(1) << 40) - 1;
+    struct alignas(64) Lane {
+        Counter left{0};  // units to take; of an earlier phase if none of this one has been taken
+    };
+    struct Board {
+        std::vector<Counter> units;  // of each phase; only read while a job runs
+        std::vector<Progress> progress;
+        std::vector<Lane> lanes;
+        Board(int64_t phases, int64_t threads) : units(phases), progress(phases), lanes(threads) {}
+    };
     static constexpr int SPINS = 1024, IDLE_SPINS = 1024;  // before yielding, or sleeping; about 40 cycles each
 
     static std::vector<float>& scratch() {
@@ -116,36 +110,65 @@ class Pool {
         syscall(SYS_futex, reinterpret_cast<uint32_t*>(&signal_), operation, value, nullptr, nullptr, 0);
     }
 
-    // Runs units of all phases: of each, those of the thread's own lane first, then those of the following threads.
-    void work(Counter* counters, int64_t phases, int64_t threads, int64_t thread, uint64_t number) {
+    // Writes a job's phases to the board. Returns how many of the threads can have a unit at the same time, at least 1.
+    int64_t prepare(const Job& job, int64_t threads) {
+        const int64_t phases = job.phases();
+        if (boards_.empty() || phases > int64_t(boards_.back()->units.size()) ||
+            threads > int64_t(boards_.back()->lanes.size()))
+            boards_.push_back(std::make_unique<Board>(phases, threads));  // a late helper may still read the others
+        Board& board = *boards_.back();
+        int64_t most = 1;
+        for (int64_t i = 0; i < phases; i++) {
+            const int64_t units = job.units(i);
+            const uint64_t all = counted(next_ + uint32_t(i), units);
+            board.units[i].store(all, std::memory_order_relaxed);
+            board.progress[i].unfinished.store(all, std::memory_order_relaxed);
+            board.progress[i].lanes.store(std::min(units, threads), std::memory_order_relaxed);
+            most = std::max(most, units);
+        }
+        threads = std::min(threads, most);
+        for (int64_t lane = 0; lane < threads; lane++)
+            board.lanes[lane].left.store(counted(next_ - 1, 0), std::memory_order_relaxed);
+        return threads;
+    }
+
+    // Runs units of all phases: of each, those of the thread's own lane first, then those of the following lanes.
+    void work(Board& board, int64_t phases, int64_t threads, int64_t thread, uint32_t first) {
         jobs_of_thread()++;
-        for (int64_t i = 0; i < phases; i++, counters += threads + 1) {
-            std::atomic<uint64_t>& unfinished = counters[threads].value;
-            for (int64_t j = 0; j < threads; j++)
-                if (!work_lane(counters, i, threads, (thread + j) % threads, number)) return;
+        for (int64_t i = 0; i < phases; i++) {
+            const uint32_t phase = first + uint32_t(i);
+            const uint64_t all = board.units[i].load(std::memory_order_acquire);
+            if (phase_of(all) != phase) return;
+            Progress& progress = board.progress[i];
+            const int64_t units = units_of(all), lanes = std::min(units, threads);
+            for (int64_t j = 0, lane = thread * lanes / threads; j < lanes; j++, lane++) {
+                if (!progress.lanes.load(std::memory_order_relaxed)) break;
+                if (lane == lanes) lane = 0;
+                const int64_t begin = lane_begin(units, lanes, lane), end = lane_begin(units, lanes, lane + 1);
+                work_lane(board.lanes[lane].left, progress, i, phase, begin, end);
+            }
             for (int spins = 0;; spins++) {
-                const uint64_t done = unfinished.load(std::memory_order_acquire);
-                if (done >> 40 != number) return;
-                if ((done & LEFT_MASK) == 0) break;
+                const uint64_t left = progress.unfinished.load(std::memory_order_acquire);
+                if (phase_of(left) != phase) return;
+                if (!units_of(left)) break;
                 if (spins < SPINS) spin_pause();
                 else sched_yield();
             }
         }
     }
 
-    // Runs the units that are left in a lane. Returns whether the job is still running.
-    bool work_lane(Counter* counters, int64_t phase, int64_t threads, int64_t lane, uint64_t number) {
-        std::atomic<uint64_t>&left = counters[lane].value, &unfinished = counters[threads].value;
+    // Runs the units that are left in a lane, which has units [begin, end): none if the phase is over.
+    void work_lane(Counter& left, Progress& progress, int64_t index, uint32_t phase, int64_t begin, int64_t end) {
         uint64_t seen = left.load(std::memory_order_acquire);
         for (;;) {
-            if (seen >> 40 != number) return false;
-            if ((seen & LEFT_MASK) == 0) return true;
-            if (!left.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel)) continue;
+            const int32_t ahead = int32_t(phase_of(seen) - phase);
+            const int64_t count = ahead < 0 ? end - begin : ahead > 0 ? 0 : units_of(seen);
+            if (!count) return;
+            if (!left.compare_exchange_weak(seen, counted(phase, count - 1), std::memory_order_acq_rel)) continue;
             // The taken unit keeps the job alive: not all units can be done before this one.
-            const int64_t units = counters[lane].units.load(std::memory_order_relaxed);
-            const int64_t unit = lane_begin(units, threads, lane + 1) - int64_t(seen & LEFT_MASK);
-            job_.load(std::memory_order_relaxed)->run(phase, unit, scratch());
-            unfinished.fetch_sub(1, std::memory_order_acq_rel);
+            if (count == 1) progress.lanes.fetch_sub(1, std::memory_order_relaxed);
+            job_.load(std::memory_order_relaxed)->run(index, end - count, scratch());
+            progress.unfinished.fetch_sub(1, std::memory_order_acq_rel);
             seen = left.load(std::memory_order_acquire);
         }
     }
@@ -163,20 +186,17 @@ class Pool {
             if (index >= helpers_wanted_.load(std::memory_order_relaxed)) continue;
             const uint64_t layout = phases_and_threads_.load(std::memory_order_acquire);
             const int64_t threads = layout & 0xffffffff;
-            work(
-                shared_counters_.load(std::memory_order_acquire), layout >> 32, threads,
-                std::min(index + 1, threads - 1), seen
-            );
+            Board& board = *shared_board_.load(std::memory_order_acquire);
+            work(board, layout >> 32, threads, std::min(index + 1, threads - 1), seen);
         }
     }
 
     std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
-    std::vector<Counter> counters_;
-    std::vector<std::vector<Counter>> retired_;
+    std::vector<std::unique_ptr<Board>> boards_;  // the last one is used
     int64_t helpers_ = 0;
-    uint64_t number_ = 0;
+    uint32_t next_ = 2;  // the number of the next job's first phase
     std::atomic<const Job*> job_{nullptr};
-    std::atomic<Counter*> shared_counters_{nullptr};
+    std::atomic<Board*> shared_board_{nullptr};
     std::atomic<uint64_t> phases_and_threads_{0};  // phases << 32 | threads
     std::atomic<int64_t> helpers_wanted_{0};
     std::atomic<uint32_t> signal_{0};

@@ -194,6 +194,7 @@ class Attention:
 
 HEADS = [pytest.param((12, 4), id="gqa"), pytest.param((3, 3), id="mha"), pytest.param((20, 1), id="mqa")]
 DTYPES = [torch.bfloat16, torch.float32]
+THREADS = [1, 2, 3, 64]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -222,7 +223,7 @@ PLACES = [
 @pytest.mark.parametrize(
     ("heads", "threads", "width", "page", "first_key", "window"),
     [  # each number of threads with each kind of heads and with each place
-        pytest.param(heads.values[0], 1 + (kind + index) % 3, *place, id="-".join(map(str, (heads.id, *place))))
+        pytest.param(heads.values[0], THREADS[(kind + index) % 4], *place, id="-".join(map(str, (heads.id, *place))))
         for kind, heads in enumerate(HEADS)
         for index, place in enumerate(PLACES)
     ],

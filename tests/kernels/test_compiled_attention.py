@@ -88,7 +88,7 @@ def test_float32_stays_float32(lengths: list[int], width: int, deviation: float)
     st.lists(st.integers(0, 120), min_size=1, max_size=5),
     st.integers(1, 40),
     st.sampled_from(DTYPES),
-    st.integers(1, 3),
+    st.sampled_from([1, 2, 3, 64]),
 )
 def test_a_sequence_gets_what_it_gets_alone(lengths: list[int], width: int, dtype: torch.dtype, threads: int) -> None:
     """Bit by bit, with any number of threads, and for views as for copies."""

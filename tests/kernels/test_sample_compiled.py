@@ -88,7 +88,7 @@ def test_the_first_of_the_largest(vocab: int) -> None:
     assert Drawing(vocab)(torch.full((1, vocab), float("-inf")))[0] == [0]
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [1, 3, 192])
 def test_rows_are_what_they_are_alone(threads: int) -> None:
     logits, filters = torch.randn(len(FILTERS), 4097) * 3, FILTERS
     before = torch.get_num_threads()

@@ -75,7 +75,7 @@ def assert_same_bits_in_any_company(runner: EncoderRunner, padded: EncoderRunner
     interrupted between layers."""
     alone = [encode(runner, [item])[0] for item in items]
     try:
-        for threads in (1, 2, 3):
+        for threads in (1, 2, 3, 64):
             torch.set_num_threads(threads)
             for packed in (encode(runner, items), encode(runner, items[::-1])[::-1], encode(padded, items)):
                 for rows, expected in zip(packed, alone, strict=True):
