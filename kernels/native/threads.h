@@ -63,7 +63,6 @@ class Pool {
         // A helper reads these in reverse order, so that a layout is never combined with too small a board.
         shared_board_.store(boards_.back().get(), std::memory_order_release);
         phases_and_threads_.store(uint64_t(job.phases()) << 32 | uint64_t(threads), std::memory_order_release);
-        helpers_wanted_.store(threads - 1, std::memory_order_relaxed);
         signal_.store(first, std::memory_order_seq_cst);
         if (sleepers_.load(std::memory_order_seq_cst)) futex(FUTEX_WAKE_PRIVATE, int(threads - 1));
         work(*boards_.back(), job.phases(), threads, 0, first);
@@ -173,7 +172,7 @@ class Pool {
         }
     }
 
-    // A helper thread.
+    // A helper thread. Those that are awake take part in a job, even if it is for fewer: only so many are woken.
     void help(int64_t index) {
         uint32_t seen = 0;
         for (;;) {
@@ -183,11 +182,10 @@ class Pool {
             while (signal_.load(std::memory_order_seq_cst) == seen) futex(FUTEX_WAIT_PRIVATE, int(seen));
             sleepers_.fetch_sub(1, std::memory_order_seq_cst);
             seen = signal_.load(std::memory_order_acquire);
-            if (index >= helpers_wanted_.load(std::memory_order_relaxed)) continue;
             const uint64_t layout = phases_and_threads_.load(std::memory_order_acquire);
             const int64_t threads = layout & 0xffffffff;
             Board& board = *shared_board_.load(std::memory_order_acquire);
-            work(board, layout >> 32, threads, std::min(index + 1, threads - 1), seen);
+            work(board, layout >> 32, threads, (index + 1) % threads, seen);
         }
     }
 
@@ -198,7 +196,6 @@ class Pool {
     std::atomic<const Job*> job_{nullptr};
     std::atomic<Board*> shared_board_{nullptr};
     std::atomic<uint64_t> phases_and_threads_{0};  // phases << 32 | threads
-    std::atomic<int64_t> helpers_wanted_{0};
     std::atomic<uint32_t> signal_{0};
     std::atomic<int> sleepers_{0};
 };
