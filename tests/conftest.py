@@ -35,7 +35,6 @@ def pytest_configure(config: pytest.Config) -> None:
         # Triton kernels run in its interpreter here. Triton reads this while a kernel is defined, and its own library
         # is made of kernels, so it has to be set before anything imports Triton. Programs that compile run without it.
         os.environ["TRITON_INTERPRET"] = "1"
-    torch.set_num_threads(1)
     # Examples are the same in each run, so that a failure can be reproduced. There is no time limit: machines differ.
     settings.register_profile("saccade", deadline=None, derandomize=True, database=None)
     settings.load_profile("saccade")
@@ -77,6 +76,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Each test and its fixtures start with one thread, whatever ran before. An engine in this process sets the number
+    for its own thread and for all threads that are started later."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -134,14 +134,10 @@ def test_a_row_is_the_same_in_any_batch_and_with_any_threads(shape: str, kinds: 
     layer = Compiled(shape, DecoderOptions(dtype=torch.bfloat16, weights=kinds[0], activations=kinds[1]))
     x = layer.rows(400)
     together = layer(x).clone()
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 64):
-            torch.set_num_threads(threads)
-            for rows in (400, 193, 32, 8, 7, 5, 3, 1):
-                assert torch.equal(layer(x[:rows]), together[:rows])
-    finally:
-        torch.set_num_threads(before)
+    for threads in (2, 3, 64, 1):
+        torch.set_num_threads(threads)
+        for rows in (400, 193, 32, 8, 7, 5, 3, 1):
+            assert torch.equal(layer(x[:rows]), together[:rows])
     some = torch.tensor([5, 63, 17, 2, 40, 399])
     assert torch.equal(layer(x[some]), together[some])
     for token in range(0, 400, 57):

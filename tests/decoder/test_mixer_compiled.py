@@ -116,12 +116,9 @@ class Layer:
         origins = torch.tensor(rewound or [], dtype=torch.int64).view(-1, 3).t().contiguous()
         if rewound is not None:
             step.origins, step.batch_slots, step.counts = (column.data_ptr() for column in origins)
-        before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        try:
-            self.compiled.run(self.range, step)
-        finally:
-            torch.set_num_threads(before)
+        self.compiled.run(self.range, step)
+        torch.set_num_threads(1)
         return list((self.compiled.x[: x.shape[0]] - x).split(lengths))
 
     def memory(self, slot: int) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,6 @@ from PIL import Image, ImageOps
 from encoder.images import decode_image, read_header
 from encoder.media_limits import FORMATS, ImageError, ImageLimits
 
-torch.set_num_threads(1)
 LIMITS = ImageLimits(max_bytes=1 << 20, max_pixels=1 << 20)
 
 

@@ -23,7 +23,6 @@ from families.nemotron_h_omni.vision import RadioVision
 from kernels.activation_names import COMPILED
 
 pytestmark = needs_compiled
-torch.set_num_threads(1)
 GRIDS = [(4, 6), (2, 2), (12, 10), (2, 14), (4, 6), (16, 16), (8, 8), (2, 2), (10, 2)]
 
 

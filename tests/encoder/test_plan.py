@@ -13,8 +13,6 @@ from encoder.plan import activation_bytes, buffer_bytes, buffer_sizes, describe
 from encoder.runner import EncoderOptions, EncoderRunner
 from families.nemotron_h_omni.vision import RadioVision
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="module")
 def tiny() -> TinyTower:

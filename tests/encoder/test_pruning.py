@@ -11,8 +11,6 @@ from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import compute
 from encoder.item import retained_tokens
 from encoder.pruning import prune, retained_rows
 
-torch.set_num_threads(1)
-
 
 def video_rows(sequences: int, rows: int, columns: int, seed: int, *, still: float = 0.0) -> torch.Tensor:
     """Float32 `[T, rows * columns, 24]`; a share `still` of the rows repeats the frame before."""

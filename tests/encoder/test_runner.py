@@ -22,7 +22,6 @@ from encoder.runner import EncoderOptions, EncoderRunner
 from families.nemotron_h_omni.vision import RadioVision
 from kernels.graphs import ReplayError
 
-torch.set_num_threads(1)
 GRIDS = [(4, 6), (2, 2), (12, 10), (2, 14), (4, 6), (6, 4), (8, 8), (2, 2), (10, 2)]
 
 

@@ -16,8 +16,6 @@ from encoder.plan import describe
 from encoder.runner import EncoderOptions, EncoderRunner
 from encoder.tower import PackedBatch, TowerSpec
 
-torch.set_num_threads(1)
-
 
 @dataclass(frozen=True)
 class SumSpec:

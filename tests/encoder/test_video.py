@@ -16,8 +16,6 @@ from encoder.runner import EncoderOptions, EncoderRunner
 from families.nemotron_h_omni.video_rule import OmniVideoRule, video_grid
 from families.nemotron_h_omni.vision import RadioVision
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="module")
 def tiny() -> TinyTower:

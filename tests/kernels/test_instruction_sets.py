@@ -37,7 +37,6 @@ KINDS = ("bfloat16", "float32", "int8", "int4", "int4-rows", "fp8", "fp8-rows", 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_has_the_same_bits_alone_in_a_batch_and_with_any_number_of_threads(chosen: str, kind: str) -> None:
     product, weight, dtype = packed(kind)
-    before = torch.get_num_threads()
     for rows in (1, 2, 3, 4, 5, 6, 7, 17, 200):
         x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(rows)).to(dtype)
         x[::2, 640:] = -x[::2, :640]  # sums cancel, so that only the rounding errors are left
@@ -46,7 +45,6 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_with_any_number_of_threads
         torch.set_num_threads(1)
         for i in range(0, rows, max(1, rows // 5)):
             assert torch.equal(product(x[i : i + 1])[0], together[i]), f"{rows} rows, row {i}"
-        torch.set_num_threads(before)
         exact = x.double() @ weight.T
         tolerance = 0.01 if dtype == torch.bfloat16 else 2e-4
         torch.testing.assert_close(together.double(), exact, rtol=tolerance, atol=tolerance)

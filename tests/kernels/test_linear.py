@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -82,6 +84,15 @@ def linear_of(kind: str, weight: Tensor) -> tuple[Linear | Packed, torch.dtype]:
     return Linear(weight.bfloat16() if kind == "bfloat16" else quantise(weight, kind)), torch.bfloat16
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_test_starts_with_one_thread_whatever_another_thread_has_set_before(again: bool) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == torch.get_num_threads() == 1
+        pool.submit(torch.set_num_threads, 2).result()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(100, 1100), (70, 77), (200, 256), (64, 3)], ids=str)
 def test_a_row_is_the_same_in_any_company_and_with_any_threads(kind: str, shape: tuple[int, int]) -> None:
@@ -92,17 +103,12 @@ def test_a_row_is_the_same_in_any_company_and_with_any_threads(kind: str, shape:
     generator = torch.Generator().manual_seed(8)
     linear, dtype = linear_of(kind, torch.randn(shape, generator=generator))
     x = torch.randn(600, shape[1], generator=generator).to(dtype)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = torch.cat([linear(row[None]) for row in x])
-        for threads in (1, 2, 3, 6, 64):
-            torch.set_num_threads(threads)
-            few = range(1, 20) if threads < 64 else (1, 7)
-            for rows in (*few, 25, 32, 48, 49, 191, 192, 193, 255, 256, 385, 600):
-                assert torch.equal(linear(x[:rows]), alone[:rows])
-    finally:
-        torch.set_num_threads(before)
+    alone = torch.cat([linear(row[None]) for row in x])
+    for threads in (1, 2, 3, 6, 64):
+        torch.set_num_threads(threads)
+        few = range(1, 20) if threads < 64 else (1, 7)
+        for rows in (*few, 25, 32, 48, 49, 191, 192, 193, 255, 256, 385, 600):
+            assert torch.equal(linear(x[:rows]), alone[:rows])
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])

@@ -7,8 +7,6 @@ import torch
 from kernels.linear import Linear
 from kernels.patch_embed import patch_embed
 
-torch.set_num_threads(1)
-
 
 def test_rows_are_prefix_padding_or_embedded_patches() -> None:
     generator = torch.Generator().manual_seed(0)

@@ -7,8 +7,6 @@ import torch
 
 from kernels.pixel_shuffle import pixel_shuffle, shuffle_order
 
-torch.set_num_threads(1)
-
 
 def two_step_shuffle(x_HWD: torch.Tensor, merge: int) -> torch.Tensor:
     """Fold columns into features, swap, fold rows into features, swap back."""

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from kernels.varlen_attention import reads_host, reference
 from kernels.varlen_attention.reference import varlen_attention
 
-torch.set_num_threads(1)
 LENGTHS = [
     pytest.param([1], id="one-row"),
     pytest.param([63], id="63"),

@@ -17,7 +17,6 @@ from families.lfm2_vl.vision import TiledVision
 from service.model.checkpoint import Checkpoint
 
 pytestmark = needs_compiled
-torch.set_num_threads(1)
 SEEDS = [0, 3, 4, 5, 6, 10]
 """Models with and without the projector's layer norm, of 1, 2 and 3 patches per token along each side."""
 

@@ -15,7 +15,6 @@ from towers import TinyTower, assert_same_bits_in_any_company
 from service.model.checkpoint import Checkpoint
 
 pytestmark = needs_compiled
-torch.set_num_threads(1)
 SEEDS = [0, 1, 2, 3, 4]
 
 

@@ -15,7 +15,6 @@ from families.minicpmv4_6.vision import SlicingVision
 from service.model.checkpoint import Checkpoint
 
 pytestmark = needs_compiled
-torch.set_num_threads(1)
 SEEDS = [0, 1, 2, 3, 5, 8]
 """Models with and without a window merger, of several widths."""
 

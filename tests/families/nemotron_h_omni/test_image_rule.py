@@ -21,8 +21,6 @@ from families.nemotron_h_omni.image_rule import target_grid
 from families.nemotron_h_omni.video_rule import OmniVideoRule
 from families.nemotron_h_omni.vision import RadioVision
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize(
     ("height", "width", "grid"),

@@ -13,7 +13,6 @@ from encoder.item import EncoderItem
 from encoder.runner import EncoderOptions, EncoderRunner
 from families.nemotron_h_omni.tower import interpolate_positions
 
-torch.set_num_threads(1)
 OFF = EncoderOptions(dtype=torch.float32, graphs="off")
 
 

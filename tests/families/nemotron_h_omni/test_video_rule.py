@@ -20,8 +20,6 @@ from families.nemotron_h_omni.prompt import frame_labels, video_text
 from families.nemotron_h_omni.video_rule import OmniVideoRule, most_patches, sample_indices, video_grid
 from families.nemotron_h_omni.vision import RadioVision
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize("keep_aspect", [True, False])
 @settings(deadline=None, max_examples=150)

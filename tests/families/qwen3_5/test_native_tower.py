@@ -18,7 +18,6 @@ from encoder.runner import EncoderOptions, EncoderRunner
 from kernels.linear import Quantised, quantise
 
 pytestmark = needs_compiled
-torch.set_num_threads(1)
 SIZES: list[dict[str, Any]] = [
     {"hidden_size": 128, "num_heads": 2},
     {"hidden_size": 144, "num_heads": 2, "hidden_act": "gelu"},

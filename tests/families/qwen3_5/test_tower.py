@@ -12,8 +12,6 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from encoder.item import EncoderItem
 from encoder.runner import EncoderOptions, EncoderRunner
 
-torch.set_num_threads(1)
-
 
 def runner(tiny: TinyQwen, **options: object) -> EncoderRunner:
     given = {"dtype": torch.float32, "graphs": "off", "native": "off", "max_tokens_per_step": 64, **options}
