@@ -112,9 +112,10 @@ class Pool {
     // Writes a job's phases to the board. Returns how many of the threads can have a unit at the same time, at least 1.
     int64_t prepare(const Job& job, int64_t threads) {
         const int64_t phases = job.phases();
-        if (boards_.empty() || phases > int64_t(boards_.back()->units.size()) ||
-            threads > int64_t(boards_.back()->lanes.size()))
-            boards_.push_back(std::make_unique<Board>(phases, threads));  // a late helper may still read the others
+        const int64_t known = boards_.empty() ? 0 : boards_.back()->units.size();
+        const int64_t lanes = boards_.empty() ? 0 : boards_.back()->lanes.size();
+        if (phases > known || threads > lanes)  // a late helper may still read the others
+            boards_.push_back(std::make_unique<Board>(std::max(phases, known), std::max(threads, lanes)));
         Board& board = *boards_.back();
         int64_t most = 1;
         for (int64_t i = 0; i < phases; i++) {

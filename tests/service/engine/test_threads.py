@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,11 +20,8 @@ MACHINE = Cores(cpus=16, physical=8, quota=3.5, nodes=(0,))
 
 
 @pytest.fixture(autouse=True)
-def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = torch.get_num_threads()
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads_module, "available_cores", lambda: MACHINE)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_one_for_each_core_that_may_be_used(caplog: pytest.LogCaptureFixture) -> None:
