@@ -64,8 +64,10 @@ def set_vocab(model: Any) -> None:
     """Sets the vocabulary of a converter's model: its byte-level tokenizer's, if it has one, else one word per id."""
     gguf = importlib.import_module("gguf")
     count, writer = model.hparams["vocab_size"], model.gguf_writer
-    if (file := Path(model.dir_model) / "tokenizer.json").exists():
-        _set_byte_level(writer, gguf.TokenType, json.loads(file.read_text()))
+    file = Path(model.dir_model) / "tokenizer.json"
+    tokenizer = json.loads(file.read_text()) if file.exists() else None
+    if tokenizer is not None and tokenizer["model"]["type"] == "BPE":
+        _set_byte_level(writer, gguf.TokenType, tokenizer)
         return
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"w{index}" for index in range(count)])
