@@ -470,7 +470,7 @@ def test_closing_a_client_ends_calls_between_two_attempts(text_model: Path) -> N
 
 
 def test_a_client_that_is_closed_while_a_call_begins(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = saccade.LocalClient(text_model, dtype="float32", threads=1, max_len=100)
+    client = saccade.LocalClient(text_model, dtype="float32", threads=1, max_len=8192)
     closing, begin = threading.Thread(target=client.close), asyncio.run_coroutine_threadsafe
 
     def begin_late(coroutine: Any, loop: asyncio.AbstractEventLoop) -> Any:
@@ -481,7 +481,7 @@ def test_a_client_that_is_closed_while_a_call_begins(text_model: Path, monkeypat
 
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", begin_late)
     with pytest.raises(saccade.errors.Cancelled):
-        client.generate("a", max_tokens=5)
+        client.generate("a", max_tokens=8000, ignore_eos=True)  # seconds: closing is noticed before its end
     closing.join(60)
     assert not closing.is_alive()
 
