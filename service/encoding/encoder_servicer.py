@@ -33,6 +33,9 @@ Response = encoder_pb2.AttachResponse
 MAX_KEY = 64
 """Limit on the bytes of an image's key, which stays as long as its rows are cached."""
 
+MAX_OUTGOING = 1024
+"""Messages for a decoder that may wait. Nothing more is read from it meanwhile, since most answer what it has sent."""
+
 
 class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
     """Accepts decoders of the same model. Used on one event loop."""
@@ -131,6 +134,8 @@ class _Session:
         self._arriving: dict[int, _Arriving] = {}
         self._leases: dict[int, tuple[Lease, int]] = {}
         self._outgoing: list[encoder_pb2.AttachResponse] = []
+        self._sent = asyncio.Event()
+        """Set when a message has been taken from those that wait."""
 
     @property
     def in_progress(self) -> int:
@@ -153,6 +158,9 @@ class _Session:
                         self._cancel(request.cancel)
                     case other:
                         raise errors.InvalidArgument(f"a message of kind {other!r} in mid-stream")
+                while len(self._outgoing) >= MAX_OUTGOING:
+                    self._sent.clear()
+                    await self._sent.wait()
         finally:
             self.wake.set()
 
@@ -221,6 +229,7 @@ class _Session:
             await self.wake.wait()
             self.wake.clear()
             while self._outgoing:
+                self._sent.set()
                 yield self._outgoing.pop(0)
             for ticket, (lease, size) in list(self._leases.items()):
                 if ticket not in self._leases:  # cancelled while the rows of another image were sent

@@ -11,7 +11,7 @@ import torch
 
 from saccade.v1 import encoder_pb2
 from service.common import errors
-from service.encoding.encoder_servicer import EncoderServicer
+from service.encoding.encoder_servicer import MAX_OUTGOING, EncoderServicer
 from service.encoding.grpc_link import partner_to_proto
 from service.encoding.handoff import Handoff
 from service.encoding.partner import PROTOCOL, Partner
@@ -125,5 +125,35 @@ def test_a_decoder_that_leaves_while_a_message_is_sent_leaves_no_lease(last: str
             message = asyncio.ensure_future(anext(call))
         await call.aclose()
         handoff.check_integrity(idle=True)
+
+    asyncio.run(body())
+
+
+def test_a_decoder_that_does_not_read_is_read_no_further() -> None:
+    """Each image that it cancels is answered with a credit."""
+    item = encoder_pb2.EncodeItem(
+        ticket=5, key=b"k", grid_rows=2, grid_columns=2, merge_size=2, shape=(4, 3), dtype="float32"
+    )
+    cancelled, sent = 3 * MAX_OUTGOING, 0
+
+    async def requests() -> AsyncIterator[encoder_pb2.AttachRequest]:
+        nonlocal sent
+        yield encoder_pb2.AttachRequest(hello=partner_to_proto(PARTNER))
+        for _ in range(cancelled):
+            yield encoder_pb2.AttachRequest(item=item)
+            yield encoder_pb2.AttachRequest(cancel=5)
+            sent += 1
+            await asyncio.sleep(0)
+
+    async def body() -> None:
+        servicer = EncoderServicer(Handoff(1000, 8, torch.float32), PARTNER, window_bytes=1000, max_sessions=1)
+        call = servicer.Attach(requests(), Peer())
+        assert (await anext(call)).HasField("welcome")
+        assert (await anext(call)).HasField("credit")
+        for _ in range(2 * cancelled):  # enough for all messages
+            await asyncio.sleep(0)
+        assert sent <= MAX_OUTGOING + 2
+        left = [message async for message in call]
+        assert len(left) == cancelled - 1 and all(message.HasField("credit") for message in left)
 
     asyncio.run(body())
