@@ -8,6 +8,7 @@ one process.
 from __future__ import annotations
 
 import logging
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -19,7 +20,7 @@ from service.common.option import cannot_listen
 from service.telemetry.metric_names import COUNTER, GAUGE, METRICS, Declared, find
 
 try:
-    from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+    from prometheus_client import CollectorRegistry, Counter, Histogram
     from prometheus_client.core import (
         CounterMetricFamily,
         GaugeMetricFamily,
@@ -28,6 +29,8 @@ try:
         UnknownMetricFamily,
     )  # fmt: skip
     from prometheus_client.utils import floatToGoString
+
+    from service.telemetry.metrics_port import MetricsServer
 except ModuleNotFoundError as error:
     if not str(error.name).startswith("prometheus_client"):
         raise
@@ -102,10 +105,12 @@ class Metrics:
         """Starts the HTTP endpoint; returns its port and a function that stops it. Raises ConfigError if it cannot
         listen."""
         try:
-            server, thread = start_http_server(port, host, registry=self.registry)
+            server = MetricsServer(host, port, self.registry)
         except OSError as error:
             raise cannot_listen("metrics_host", "metrics_port", host, port, error) from None
 
+        thread = threading.Thread(target=server.serve_forever, name="saccade-metrics", daemon=True)
+        thread.start()
         log.info("metrics are served on port %d", server.server_port)
 
         def stop() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import urllib.request
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from waiting import until
 
 from service.common.config import ConfigError
+from service.telemetry import metrics_port
 from service.telemetry.metrics import GAPS, Metrics, engine_metrics
 
 
@@ -73,6 +78,34 @@ def test_the_port_is_logged_and_a_taken_one_is_a_configuration_error(caplog: pyt
         assert f"port {port}" in caplog.text, "with 0, nothing else says which port it is"
         with pytest.raises(ConfigError, match="metrics_port"):
             Metrics().serve("127.0.0.1", port)
+    finally:
+        stop()
+
+
+def test_connections_to_the_port_are_few_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one takes a thread, also before it has sent a request."""
+    port, stop = Metrics().serve("127.0.0.1", 0)
+
+    def opened() -> socket.socket:
+        return socket.create_connection(("127.0.0.1", port), 60)
+
+    def is_scraped() -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            return b"saccade_request_bytes_total 0.0" in answer.read()
+        return False
+
+    try:
+        with contextlib.ExitStack() as open_ones:
+            idle = [open_ones.enter_context(opened()) for _ in range(metrics_port.MAX_SCRAPES + 1)]
+            assert idle.pop().recv(1) == b""
+            for connection in idle:
+                connection.setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    connection.recv(1)
+        until(is_scraped)
+        monkeypatch.setattr(metrics_port, "READ_SECONDS", 0.3)
+        with opened() as slow:
+            assert slow.recv(1) == b""
     finally:
         stop()
 
