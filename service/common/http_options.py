@@ -23,8 +23,9 @@ class HttpOptions:
         64 * 2**10, "bytes of the request line and headers of one request", minimum=1024, size=True
     )
     http_header_timeout: float = _option(
-        20.0, "seconds that the request line and headers may take to arrive", minimum=0.001, maximum=LONGEST_TIME
-    )
+        20.0, "seconds that the request line and headers may take to arrive, and a TLS handshake before them",
+        minimum=0.001, maximum=LONGEST_TIME,
+    )  # fmt: skip
     http_file_bytes: int = _option(
         2**30, "bytes of files that are uploaded over HTTP for batches, of all API keys together", minimum=0, size=True
     )

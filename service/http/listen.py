@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import socket
+from typing import Any
+from weakref import WeakSet
 
 from service.common.config import ConfigError, HttpFrontOptions, HttpOptions
 from service.common.option import cannot_listen, host_port, without_brackets
@@ -12,6 +15,8 @@ from service.common.tls import is_loopback
 
 ANY_HOST = "*"
 """In `http_allowed_hosts`: requests for any host name are answered."""
+SPARE = 64
+"""Connections beyond `http_max_connections` that are accepted, to be answered with status 503."""
 _PACKAGES = ("starlette", "uvicorn", "httptools", "pydantic", "python_multipart")
 
 
@@ -49,6 +54,42 @@ def bind(options: HttpOptions, port: int) -> socket.socket:
             raise cannot_listen("http_host", "http_port", host, port, error) from None
         failing.pop_all()
     return listener
+
+
+class Listener(socket.socket):
+    """A listening socket that closes connections beyond a limit as soon as they are accepted.
+
+    The protocol counts connections too, and answers those beyond its limit, but only once their TLS handshakes are
+    complete. Each one takes a descriptor and 0.3 MiB before.
+    """
+
+    def __init__(self, listening: socket.socket, limit: int) -> None:
+        """`listening`: the socket, which is duplicated."""
+        super().__init__(listening.family, listening.type, listening.proto, os.dup(listening.fileno()))
+        self._limit = limit
+        self.accepted: WeakSet[_Accepted] = WeakSet()
+        """Open connections."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """The next connection. Raises ConnectionAbortedError for one that is beyond the limit."""
+        plain, address = super().accept()
+        if len(self.accepted) >= self._limit:
+            plain.close()
+            raise ConnectionAbortedError("too many connections")
+        connection = _Accepted(plain.family, plain.type, plain.proto, plain.detach())
+        connection.among = self.accepted
+        self.accepted.add(connection)
+        return connection, address
+
+
+class _Accepted(socket.socket):
+    """A connection that is counted until it is closed."""
+
+    among: WeakSet[_Accepted]
+
+    def close(self) -> None:
+        self.among.discard(self)
+        super().close()
 
 
 def url_of(listener: socket.socket, tls: bool) -> str:

@@ -7,16 +7,18 @@ import contextlib
 import logging
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
+from uvicorn.config import STARTUP_FAILURE
 
 from service.common.config import ConfigError, HttpFrontOptions
 from service.common.helper_process import STOP_SIGNALS, announce, ignore_stop_signals, log_to_stderr
 from service.http.app import make_app
 from service.http.hosts import HostCheck
-from service.http.listen import bind, check_exposure, url_of
+from service.http.listen import SPARE, Listener, bind, check_exposure, url_of
 from service.http.protocol import protocol_class
 from service.http.tls import check_servers, tls_context
 
@@ -58,8 +60,9 @@ class HttpServer(uvicorn.Server):
         self._ready, self._stopped_by = ready, stopped_by
         context = tls_context(options)
         self.app = make_app(options)
+        self._protocol = protocol_class(options)
         config = uvicorn.Config(
-            HostCheck(self.app, self.app.state.front), http=protocol_class(options), ws="none", loop="none",
+            HostCheck(self.app, self.app.state.front), http=self._protocol, ws="none", loop="none",
             log_config=None, access_log=False,
             proxy_headers=False, server_header=False, timeout_keep_alive=75,
             timeout_graceful_shutdown=max(1, round(options.grace)),
@@ -69,7 +72,26 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """uvicorn's, with a limit on connections in a TLS handshake and on the time of one."""
+        assert sockets is not None
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+        config, options = self.config, self.app.state.front.options
+        seconds = None if config.ssl is None else options.http_header_timeout
+
+        def protocol() -> asyncio.Protocol:
+            return self._protocol(config, self.server_state, self.lifespan.state)
+
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                protocol, sock=Listener(each, options.http_max_connections + SPARE), ssl=config.ssl,
+                ssl_handshake_timeout=seconds, backlog=config.backlog,
+            )
+            for each in sockets
+        ]  # fmt: skip
+        self.started = True
         self._ready()
 
     @contextlib.contextmanager

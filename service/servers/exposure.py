@@ -8,6 +8,9 @@ from service.common.config import ConfigError, ServerOptions
 from service.common.option import host_port
 from service.common.tls import is_loopback
 
+HANDSHAKE_SECONDS = 20.0
+"""Seconds that a new connection may take until calls can be made on it."""
+
 
 def check_exposure(options: ServerOptions, name: str = "host") -> None:
     """Raises ConfigError if other machines can reach the address and the server has no TLS or does not authenticate
@@ -58,6 +61,8 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
+        # TLS and HTTP/2's first frames; gRPC's default is 120 s.
+        ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_SECONDS * 1000)),
         ("grpc.max_concurrent_streams", options.max_connection_streams),
     ]
     # Connections have a maximum age, so that clients find servers that were added after they connected.

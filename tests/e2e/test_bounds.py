@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from images import png
@@ -22,6 +24,7 @@ from running import RunningServer
 from saccade.v1 import inference_pb2, media_pb2
 from service.answers import door
 from service.rpc import interceptor, kserve_messages
+from service.servers import exposure
 
 MESSAGE = 2**18
 GENERATE = "/saccade.v1.InferenceService/Generate"
@@ -101,6 +104,17 @@ def test_a_body_has_a_time_to_arrive_in(text_model: Path) -> None:
         with connect(running.address) as stubs:
             call = stubs.inference.Generate(ask(max_tokens=50))  # the timeout is that of the message, not of the call
             assert len(call.samples[0].token_ids) == 50
+
+
+def test_a_connection_has_a_time_to_begin_in(text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exposure, "HANDSHAKE_SECONDS", 0.3)
+    certificate, key = map(str, Authority.create(tmp_path / "ca").issue("server"))
+    for options in ({}, {"tls_cert": certificate, "tls_key": key}):
+        with RunningServer(str(text_model), max_seqs=1, max_len=100, **options) as running:
+            host, port = running.address.split(":")
+            with socket.create_connection((host, int(port)), timeout=60) as connection:
+                while connection.recv(2**10):  # without TLS gRPC's own settings arrive first
+                    pass
 
 
 def test_a_call_without_a_message_is_refused(bounded: RunningServer) -> None:

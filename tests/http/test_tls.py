@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import socket
@@ -14,9 +15,10 @@ import pytest
 from certificates import Authority
 from running import RunningServer
 from running_http import RunningHttp
+from waiting import until
 
 from service.common.config import ConfigError, HttpFrontOptions, HttpOptions
-from service.http.listen import bind, url_of
+from service.http.listen import SPARE, bind, url_of
 from service.http.run import run
 from service.http.tls import check_servers, tls_context
 
@@ -66,6 +68,38 @@ def test_clients_need_a_certificate_of_the_authority(server: RunningServer, tmp_
                 httpx.get(url, verify=trusted, timeout=10)
         trusted.load_cert_chain(*authority.issue("friend"))
         assert httpx.get(url, verify=trusted, timeout=10).status_code == 200
+
+
+def test_handshakes_count_as_connections_and_have_a_time_limit(server: RunningServer, tmp_path: Path) -> None:
+    certificate, key = map(str, Authority.create(tmp_path / "ca").issue("server"))
+    begun = bytes.fromhex("1603010200010001fc0303")  # the first bytes of a ClientHello
+    with RunningHttp([server.address], tls_cert=certificate, tls_key=key, http_max_connections=2) as http:
+        with contextlib.ExitStack() as open_ones:
+            for number in range(SPARE + 9):
+                connection = open_ones.enter_context(socket.create_connection(("127.0.0.1", http.port), 60))
+                connection.sendall(begun)
+                if number >= SPARE + 2:
+                    assert closed(connection)
+        until(lambda: is_healthy(http.url))
+    with RunningHttp([server.address], tls_cert=certificate, tls_key=key, http_header_timeout=0.3) as http:
+        with socket.create_connection(("127.0.0.1", http.port), 60) as slow:
+            slow.sendall(begun)
+            assert closed(slow)
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", verify=False, timeout=60).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def closed(connection: socket.socket) -> bool:
+    """Whether the server closes a connection, once it has."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
 
 
 def test_half_of_a_pair_is_refused(tmp_path: Path) -> None:
