@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
@@ -24,7 +25,7 @@ from saccade.errors import (
     Unimplemented,
 )
 from service.common.config import HttpFrontOptions
-from service.http.file_store import FileStore
+from service.http.file_store import FileStore, owner_of
 from service.http.json_text import compact
 from service.http.ranges import Unsatisfiable
 from service.http.upstream import Caller, Upstream
@@ -43,6 +44,12 @@ OTHER_ROUTE = "other"
 """The label in metrics of pages, and of requests that no route answers."""
 BESIDE_THE_LOOP = 256 * 1024
 """Bodies of at least this many bytes are parsed in a thread, so that other streams continue meanwhile."""
+
+STRANGER_BYTES = 64 * 1024
+"""Bytes of a body that are read before a server has said that it knows the caller's key."""
+KNOWN_SECONDS, MAX_KNOWN_KEYS = 300.0, 4096
+"""Seconds for which a server is not asked again, and the number of keys that are remembered. The question is a request
+that a key's rate counts, so it must be rarer than one a minute, the lowest rate."""
 
 
 class ClientGone(Exception):
@@ -69,6 +76,22 @@ class BodyBudget:
         self.used += size
 
 
+class KnownKeys:
+    """Hashes of API keys that a server has known lately."""
+
+    def __init__(self) -> None:
+        self._until: dict[bytes, float] = {}
+
+    def __contains__(self, owner: bytes) -> bool:
+        return self._until.get(owner, 0.0) > time.monotonic()
+
+    def add(self, owner: bytes) -> None:
+        self._until.pop(owner, None)  # so that the first one is the oldest
+        if len(self._until) == MAX_KNOWN_KEYS:
+            del self._until[next(iter(self._until))]
+        self._until[owner] = time.monotonic() + KNOWN_SECONDS
+
+
 class Front:
     """What all requests share."""
 
@@ -78,6 +101,7 @@ class Front:
         self.grpc_address = options.servers[0]
         """HOST:PORT where clients reach gRPC. As a part of `saccade serve`, a Unix socket until the port is known."""
         self.budget = BodyBudget(options.max_inflight_bytes)
+        self.known_keys = KnownKeys()
         self.calls: dict[tuple[str, int], int] = {}
         """Requests that have ended, by route and status."""
         self.files = FileStore(options.http_file_bytes, options.http_file_dir, key_capacity=options.http_file_key_bytes)
@@ -163,6 +187,7 @@ class HttpCall:
         declared = self.headers.get("content-length", "")
         if declared.isdigit():
             self._check_size(int(declared))
+            await _check_key(self, int(declared))
         chunks: list[bytes] = []
         size = 0
         try:
@@ -174,6 +199,7 @@ class HttpCall:
                     chunk = message.get("body", b"")
                     size += len(chunk)
                     self._check_size(size)
+                    await _check_key(self, size)
                     self.front.budget.add(len(chunk))
                     self.held += len(chunk)
                     chunks.append(chunk)
@@ -253,14 +279,23 @@ class HttpCall:
         told: dict[str, Any] = {"error": error_object(error, status, self.fields)}
         if self.error_form is not None:
             told = self.error_form(told["error"], status)
-        if status in (408, 413, 415):  # the rest of the body will not be read
-            headers.append(("connection", "close"))
         await self.respond(told, status, headers)
 
     def connected(self) -> Connected:
         """A context that ends with ClientGone when the client closes its connection, or has not read a piece of the
         answer for `stall_timeout` seconds."""
         return Connected(self)
+
+
+async def _check_key(call: HttpCall, size: int) -> None:
+    """Asks a server whether it knows the caller's key before more than `STRANGER_BYTES` of a body are read: calls are
+    made only when all of it has been read. Raises Unauthenticated if it does not."""
+    if size <= STRANGER_BYTES:
+        return
+    owner = owner_of(call.headers)
+    if owner not in call.front.known_keys:
+        await call.caller().check_key()
+        call.front.known_keys.add(owner)
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:

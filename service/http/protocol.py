@@ -1,5 +1,5 @@
 """uvicorn's HTTP/1.1 protocol with limits that it lacks: size and time of a request's head (request line and headers),
-and number of connections.
+time of a body after the answer, and number of connections.
 
 There is only HTTP/1.1, because uvicorn's HTTP/2 needs `zttp`, which is at version 0.0. For HTTP/2 and HTTP/3, use a
 proxy such as Caddy or Envoy.
@@ -22,6 +22,14 @@ from uvicorn.server import ServerState
 from service.common.config import HttpFrontOptions
 
 log = logging.getLogger(__name__)
+
+LINGER_SECONDS = 30.0
+"""Seconds for which the rest of a body is read and dropped after an answer that came before its end. A connection that
+is closed with unread data is reset, and the client's system may then drop the answer."""
+
+PIPELINED, SLICE = 64, 16 * 1024
+"""Requests that may wait for the answer to another one of their connection before no more bytes are parsed, and the
+number of bytes that are parsed at a time: a waiting request takes a hundred times the bytes of a short head."""
 
 
 def protocol_class(options: HttpFrontOptions) -> type[HttpToolsProtocol]:
@@ -49,6 +57,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_bytes: int | None = 0
         """Bytes received since the last request's end; None while a body arrives."""
         self._head_timer: asyncio.TimerHandle | None = None
+        self._unparsed = b""
+        """What has arrived after too many requests that wait for answers."""
+        self._last_answer = False
+        """The answer has told the client that the connection ends with it."""
+        self._linger_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -67,37 +80,45 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self._head_bytes is not None:
-            self._head_bytes += len(data)
-            if self._head_timer is None:
-                self._await_head()
+        if self._head_bytes is not None and self._head_timer is None:
+            self._await_head()
         self._unset_keepalive_if_required()
         self._parse(data)
-        if self._head_bytes is not None:
-            self._check_head(self._head_bytes)
 
     def _parse(self, data: bytes) -> None:
         """Like uvicorn's `data_received`, but a request for another protocol is answered as any other request (RFC
         9110, 7.8). Java's client, for example, asks for HTTP/2 in each first request of a connection. The parser takes
         what follows such a head for the other protocol, so another parser reads the head without `upgrade`, and the
         rest."""
-        rest: bytes | memoryview = data
+        view, at = memoryview(self._unparsed + data), 0
+        self._unparsed = b""
         try:
-            while rest:
-                try:
-                    self.parser.feed_data(rest)
+            while at < len(view):
+                if len(self.pipeline) >= PIPELINED:
+                    self._unparsed = bytes(view[at:])
+                    self.flow.pause_reading()
                     return
+                piece = view[at : at + SLICE]
+                if self._head_bytes is not None:
+                    self._head_bytes += len(piece)
+                try:
+                    self.parser.feed_data(piece)
+                    at += len(piece)
                 except httptools.HttpParserUpgrade as upgrade:
-                    rest = memoryview(rest)[upgrade.args[0] :]
+                    at += upgrade.args[0]
                     head = self._head_without_upgrade()
                     self.parser = httptools.HttpRequestParser(self)
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
                     self.parser.feed_data(head)
+                if self._head_bytes is not None:
+                    self._check_head(self._head_bytes)
         except httptools.HttpParserError:
             log.warning("Invalid HTTP request received.")
             self.send_400_response("")
@@ -130,12 +151,43 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             _send_without_chunks(self.cycle)
+        self._end_with_unread(self.cycle)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
         self._head_bytes = 0
         super().on_message_complete()
+        if self._linger_timer is not None:
+            self.transport.close()
+
+    def _end_with_unread(self, cycle: RequestResponseCycle) -> None:
+        """Makes an answer that begins before the end of its request's body the last one of the connection. Otherwise
+        the client would have to send the whole body, for which there would be no time limit."""
+        plain = cycle.send
+
+        async def send(message: Any) -> None:
+            ends = message["type"] == "http.response.start" and cycle.more_body
+            if ends:
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            await plain(message)
+            if ends:
+                cycle.keep_alive = True  # uvicorn would close the connection, which `on_response_complete` does
+                self._last_answer = True
+
+        cycle.send = send  # type: ignore[method-assign]
+
+    def on_response_complete(self) -> None:
+        if self._last_answer and self._head_bytes is not None:  # the body has ended meanwhile
+            self.transport.close()
+        super().on_response_complete()
+        if self._unparsed and not self.transport.is_closing():
+            self._parse(b"")
+        if self._last_answer and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._linger_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
 
     def _check_head(self, size: int) -> None:
         """Refuses a head of too many bytes."""

@@ -20,9 +20,9 @@ from saccade._core.settings import CallSettings, TLSConfig, make_settings
 from saccade._core.steps import Call
 from saccade._transport.aio import AsyncConnection, AsyncExchange
 from saccade._transport.local_aio import AsyncLocalConnection
-from saccade.errors import NotFound, Overloaded, SaccadeError, Unavailable
+from saccade.errors import NotFound, Overloaded, PermissionDenied, RateLimited, SaccadeError, Unavailable
 from saccade.types import Delta
-from saccade.v1 import inference_pb2
+from saccade.v1 import inference_pb2, model_pb2
 from service.common.config import HttpFrontOptions
 from service.common.http_requests import ACCEPTED, HOLD
 
@@ -157,6 +157,23 @@ class Caller:
                     failure = error
                     if error.reason:  # the server has refused
                         break
+        assert failure is not None
+        raise failure
+
+    async def check_key(self) -> None:
+        """Asks one server after the other until one says whether it knows the caller's key. Raises Unauthenticated if
+        it does not, and the error of one server if none answers."""
+        request = model_pb2.ListModelsRequest()
+        failure: SaccadeError | None = None
+        for connection in self.upstream.order(request):
+            name = self.upstream.names[self.upstream.connections.index(connection)]
+            try:
+                await self.soon(name, self.call("model", "ListModels", request, on=connection))
+                return
+            except (PermissionDenied, RateLimited):  # of a key that it knows
+                return
+            except (Unavailable, Overloaded) as error:
+                failure = error
         assert failure is not None
         raise failure
 

@@ -1,0 +1,168 @@
+"""Bodies of callers whose key no server knows, and what follows answers that come before the end of a body."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+from collections.abc import Callable, Iterator
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from keys import KEYS, key_file
+from running import RunningServer
+from running_http import RunningHttp
+from waiting import until
+
+from service.http import protocol, upstream
+from service.http.call import MAX_KNOWN_KEYS, STRANGER_BYTES, KnownKeys
+
+LARGE: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "?"}], "max_tokens": 1, "user": "x" * (STRANGER_BYTES + 1)
+}  # fmt: skip
+SMALL = {**LARGE, "user": "x"}
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def locked(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    keys = Path(key_file(tmp_path_factory.mktemp("keys") / "keys.toml"))
+    keys.write_text(keys.read_text().replace("admin", "batch").replace('"inference", ', ""))  # the key "boss"
+    with RunningServer(str(model), max_seqs=4, max_len=600, api_keys=str(keys)) as running:
+        yield running
+
+
+@pytest.fixture
+def front(locked: RunningServer) -> Iterator[RunningHttp]:
+    with RunningHttp([locked.address]) as running:
+        yield running
+
+
+def post(http: RunningHttp, document: Any, key: str | None, timeout: float = 60) -> httpx.Response:
+    headers = {} if key is None else {"authorization": f"Bearer {KEYS.get(key, key)}"}
+    return httpx.post(f"{http.url}/v1/chat/completions", json=document, headers=headers, timeout=timeout)
+
+
+@contextlib.contextmanager
+def sent(http: RunningHttp, data: bytes) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", http.port), timeout=60) as connection:
+        connection.sendall(data)
+        yield connection
+
+
+def answer_of(connection: socket.socket) -> HTTPResponse:
+    answer = HTTPResponse(connection)
+    answer.begin()
+    return answer
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"content-length: %d\r\n\r\n" % (STRANGER_BYTES + 1),
+        b"content-length: %d\r\nexpect: 100-continue\r\n\r\n" % (STRANGER_BYTES + 1),
+        b"transfer-encoding: chunked\r\n\r\n%x\r\n%b" % (2 * STRANGER_BYTES, b" " * (STRANGER_BYTES + 1)),
+    ],
+    ids=["length", "expect", "chunks"],
+)
+@pytest.mark.parametrize("key", [b"", b"authorization: Bearer sk-wrong\r\n"], ids=["none", "wrong"])
+def test_a_large_body_of_a_stranger_is_not_read(front: RunningHttp, rest: bytes, key: bytes) -> None:
+    with sent(front, HEAD + key + rest) as connection:
+        answer = answer_of(connection)
+        assert answer.status == 401 and answer.headers["connection"] == "close"
+        assert json.load(answer)["error"]["code"] == "UNAUTHENTICATED"
+        assert front.front.budget.used == 0
+        assert connection.recv(1) == b""
+    until(lambda: not front.http.server_state.connections)
+    assert front.front.calls == {("POST /v1/chat/completions", 401): 1}
+
+
+def test_a_key_is_asked_for_once_and_only_for_large_bodies(front: RunningHttp) -> None:
+    """The key may make three requests a minute, and the question is one."""
+    assert [post(front, LARGE, "metered").status_code for _ in range(3)] == [200, 200, 429]
+    assert [post(front, LARGE, "two").status_code for _ in range(9)] == [200] * 9
+    assert post(front, SMALL, None).status_code == 401
+    assert len(front.front.known_keys._until) == 2, "small bodies ask no server"
+
+
+def test_a_key_that_may_not_make_the_call_is_known(front: RunningHttp) -> None:
+    assert [post(front, SMALL, "slow").status_code for _ in range(4)] == [200, 200, 200, 429]
+    for key, status in (("slow", 429), ("boss", 403)):
+        assert post(front, LARGE, key).status_code == status
+    assert len(front.front.known_keys._until) == 2
+
+
+def test_another_server_is_asked_if_one_does_not_answer(locked: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "ANSWER_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        silent = f"127.0.0.1:{hung.getsockname()[1]}"
+        for other in ("127.0.0.1:1", silent):
+            with RunningHttp([other, locked.address]) as http:
+                http.front.upstream._turn = itertools.count()  # the other one is asked first
+                assert post(http, LARGE, None, timeout=15).status_code == 401  # gRPC gives up after 20 s
+    with RunningHttp(["127.0.0.1:1", locked.address]) as http:
+        assert post(http, LARGE, "one").status_code == 200
+    with RunningHttp(["127.0.0.1:1"]) as http:
+        assert post(http, LARGE, "one").status_code == 503
+
+
+def test_known_keys_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, now = KnownKeys(), 0.0
+    monkeypatch.setattr("service.http.call.time.monotonic", lambda: now)
+    for number in range(MAX_KNOWN_KEYS + 1):
+        known.add(b"%d" % number)
+    assert b"0" not in known and b"1" in known and len(known._until) == MAX_KNOWN_KEYS
+    now = 301.0
+    assert b"1" not in known
+
+
+@pytest.mark.parametrize("document", [b"POST /v1/nothing", b"POST /v1/chat/completions"])
+def test_the_rest_of_a_body_after_the_answer_is_dropped_for_a_time(
+    front: RunningHttp, monkeypatch: pytest.MonkeyPatch, document: bytes
+) -> None:
+    """Without a limit on it, a connection stays open as long as a byte of the body is to come."""
+    head = HEAD.replace(b"POST /v1/chat/completions", document) + b"content-length: %d\r\n\r\n" % 2**23
+    with sent(front, head + bytes(2**23)) as whole:  # by a client that reads nothing before it has sent all
+        assert answer_of(whole).status in (401, 404)
+        assert _closed(whole)
+    monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.3)
+    with sent(front, head) as slow:
+        answer = answer_of(slow)
+        assert answer.headers["connection"] == "close" and answer.read()
+        slow.sendall(b" ")
+        until(lambda: not front.http.server_state.connections)
+
+
+def _closed(connection: socket.socket) -> bool:
+    return not b"".join(iter(lambda: connection.recv(2**16), b"")).startswith(b"HTTP")
+
+
+@pytest.mark.parametrize("finish", [lambda c: c.sendall(b" " * 10), lambda c: c.close()], ids=["end", "leave"])
+def test_a_connection_ends_with_the_body(front: RunningHttp, finish: Callable[[socket.socket], None]) -> None:
+    with sent(front, HEAD.replace(b"chat", b"no") + b"content-length: 10\r\n\r\n") as connection:
+        assert answer_of(connection).status == 404
+        finish(connection)
+        until(lambda: not front.http.server_state.connections)
+
+
+def test_requests_that_wait_for_an_answer_are_few(front: RunningHttp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection took 16 MiB for the requests in the 256 KiB that are read at once."""
+    most = 0
+    plain = protocol.LimitedProtocol.on_message_complete
+
+    def counted(self: protocol.LimitedProtocol) -> None:
+        nonlocal most
+        plain(self)
+        most = max(most, len(self.pipeline))
+
+    monkeypatch.setattr(protocol.LimitedProtocol, "on_message_complete", counted)
+    probe = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    last = probe.replace(b"host:", b"connection: close\r\nhost:")
+    with sent(front, probe * 9999 + last) as connection:
+        answers = b"".join(iter(lambda: connection.recv(2**16), b""))
+    assert answers.count(b"HTTP/1.1 200") == 10_000
+    assert most <= protocol.PIPELINED + protocol.SLICE // len(probe)
