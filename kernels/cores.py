@@ -35,8 +35,9 @@ class Cores:
     @property
     def usable(self) -> int:
         """The number of threads that can run at the same time, each on a core of its own: at least 1. A quota is
-        rounded down: threads that together use more than it are stopped, all of them, in each period."""
-        return self.physical if self.quota is None else max(1, min(self.physical, int(self.quota)))
+        rounded to the nearest number: threads that together use more than it are stopped in each period, with at
+        most half a thread too many for a small part of it, but one thread less than 1.99 would be half of them."""
+        return self.physical if self.quota is None else max(1, min(self.physical, int(self.quota + 0.5)))
 
     def __str__(self) -> str:
         parts = [f"{self.physical} core{'s' if self.physical != 1 else ''}"]

@@ -65,8 +65,9 @@ def test_the_newer_name_of_siblings(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     ("lines", "files", "quota", "usable"),
     [
         pytest.param("0::/\n", {"cpu.max": "400000 100000\n"}, 4.0, 4, id="v2, docker --cpus 4"),
-        pytest.param("0::/\n", {"cpu.max": "550000 100000\n"}, 5.5, 5, id="v2, rounded down"),
-        pytest.param("0::/\n", {"cpu.max": "50000 100000\n"}, 0.5, 1, id="v2, at least one"),
+        pytest.param("0::/\n", {"cpu.max": "550000 100000\n"}, 5.5, 6, id="v2, rounded"),
+        pytest.param("0::/\n", {"cpu.max": "199000 100000\n"}, 1.99, 2, id="v2, a little less than two"),
+        pytest.param("0::/\n", {"cpu.max": "30000 100000\n"}, 0.3, 1, id="v2, at least one"),
         pytest.param("0::/\n", {"cpu.max": "9600000 100000\n"}, 96.0, 8, id="v2, more than there are"),
         pytest.param("0::/\n", {"cpu.max": "max 100000\n"}, None, 8, id="v2, none"),
         pytest.param("0::/a/b\n", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000"}, 2.0, 2, id="v2, above"),
@@ -76,8 +77,8 @@ def test_the_newer_name_of_siblings(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         pytest.param("0::/host/only\n", {"cpu.max": "300000 100000"}, 3.0, 3, id="v2, path of the host"),
         pytest.param("0::/a\n", {"unified/a/cpu.max": "300000 100000"}, 3.0, 3, id="v2 beside v1"),
         pytest.param(
-            V1.format(path="/a"), {"cpu/a/cpu.cfs_quota_us": "250000\n", "cpu/a/cpu.cfs_period_us": "100000\n"},
-            2.5, 2, id="v1",
+            V1.format(path="/a"), {"cpu/a/cpu.cfs_quota_us": "240000\n", "cpu/a/cpu.cfs_period_us": "100000\n"},
+            2.4, 2, id="v1",
         ),
         pytest.param(
             V1.format(path="/a"),
@@ -96,7 +97,7 @@ def test_the_newer_name_of_siblings(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         pytest.param("0::/\n", {}, None, 8, id="no file"),
     ],
 )  # fmt: skip
-def test_the_smallest_quota_is_rounded_down(
+def test_the_smallest_quota_counts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: str, files: dict[str, str | bytes], quota: float | None,
     usable: int,
 ) -> None:  # fmt: skip

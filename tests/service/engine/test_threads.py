@@ -16,7 +16,7 @@ from service.common.config import EngineOptions, ServerOptions
 from service.engine import threads as threads_module
 from service.engine.build import use_processor
 
-MACHINE = Cores(cpus=16, physical=8, quota=3.5, nodes=(0,))
+MACHINE = Cores(cpus=16, physical=8, quota=3.2, nodes=(0,))
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def test_one_for_each_core_that_may_be_used(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO):
         use_processor(EngineOptions(device="cpu"))
     assert torch.get_num_threads() == 3
-    assert "computation: 3 threads on 8 cores, 16 hardware threads, a CPU quota of 3.5" in caplog.text
+    assert "computation: 3 threads on 8 cores, 16 hardware threads, a CPU quota of 3.2" in caplog.text
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
@@ -45,7 +45,7 @@ def test_the_plan_says_the_same(
     monkeypatch.setattr(plan_module, "available_cores", lambda: MACHINE)
     path = str(make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M"}).path)
     title = plan(ServerOptions(model=path, device="cpu"))[0].title
-    assert title.endswith(", 3 threads on 8 cores, 16 hardware threads, a CPU quota of 3.5") and not caplog.text
+    assert title.endswith(", 3 threads on 8 cores, 16 hardware threads, a CPU quota of 3.2") and not caplog.text
     assert ", 4 threads on 8 cores" in plan(ServerOptions(model=path, device="cpu", threads=4))[0].title
     assert "threads: 4 are more than the 3" in caplog.text
 
