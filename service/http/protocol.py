@@ -11,11 +11,13 @@ import asyncio
 import json
 import logging
 import socket
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 import httptools
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -30,6 +32,18 @@ is closed with unread data is reset, and the client's system may then drop the a
 PIPELINED, SLICE = 64, 16 * 1024
 """Requests that may wait for the answer to another one of their connection before no more bytes are parsed, and the
 number of bytes that are parsed at a time: a waiting request takes a hundred times the bytes of a short head."""
+
+
+class _Flow(FlowControl):
+    """Reads nothing more while bytes wait that have not been parsed, which would be copied with each answer."""
+
+    def __init__(self, transport: asyncio.Transport, waiting: Callable[[], bool]) -> None:
+        super().__init__(transport)
+        self._waiting = waiting
+
+    def resume_reading(self) -> None:
+        if not self._waiting():
+            super().resume_reading()
 
 
 def protocol_class(options: HttpFrontOptions) -> type[HttpToolsProtocol]:
@@ -65,6 +79,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport, lambda: bool(self._unparsed))
         self._drop_unread(transport)
         if len(self.connections) > self.limits.http_max_connections:
             self._refuse(503, f"the server has reached its limit of {self.limits.http_max_connections} connections")
@@ -178,7 +193,7 @@ class LimitedProtocol(HttpToolsProtocol):
         cycle.send = send  # type: ignore[method-assign]
 
     def on_response_complete(self) -> None:
-        if self._last_answer and self._head_bytes is not None:  # the body has ended meanwhile
+        if self._last_answer and (self._head_bytes is not None or self.pipeline):  # the body has ended meanwhile
             self.transport.close()
         super().on_response_complete()
         if self._unparsed and not self.transport.is_closing():

@@ -311,7 +311,11 @@ class SharedSpool(Spool):
         for folder in self._directory.iterdir():
             if not folder.is_dir():
                 continue
-            for entry in os.scandir(folder):  # a third of the time that `Path` takes
+            try:
+                entries = list(os.scandir(folder))  # a third of the time that `Path` takes
+            except (FileNotFoundError, PermissionError):  # such as lost+found of a volume
+                continue
+            for entry in entries:
                 if _ID.fullmatch(entry.name):
                     with contextlib.suppress(FileNotFoundError):
                         status = entry.stat()
