@@ -24,6 +24,11 @@ def newest(pattern: str) -> list[str]:
     return [stem for _, stem in sorted(found.items())]
 
 
+def exists(kind: str) -> bool:
+    """Whether there is a result of a kind."""
+    return any(RESULTS.glob(f"????-??-??-{kind}.json"))
+
+
 def result(kind: str) -> dict[str, Any]:
     """The contents of the newest result of a kind."""
     found: dict[str, Any] = json.loads((RESULTS / f"{newest(kind)[0]}.json").read_text("utf-8"))
@@ -152,7 +157,7 @@ def labelled(label: str) -> dict[str, tuple[str, str]]:
 def titled_tables(kinds: dict[str, tuple[str, str]]) -> str:
     """The tables of those of these comparisons that have a result. `kinds`: the kind's name after `compare-` -> (peer,
     title)."""
-    known = {kind: named for kind, named in kinds.items() if list(RESULTS.glob(f"*-compare-{kind}.json"))}
+    known = {kind: named for kind, named in kinds.items() if exists(f"compare-{kind}")}
     return "\n\n".join(
         f"{title}:\n\n{comparison_table(f'compare-{kind}', peer)}" for kind, (peer, title) in known.items()
     )

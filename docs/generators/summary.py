@@ -72,7 +72,7 @@ def others() -> str:
         cells = []
         for label in PROCESSORS:
             name = f"compare-{kind}-{label}"
-            rows = results.result(name)["rows"] if list(results.RESULTS.glob(f"*-{name}.json")) else []
+            rows = results.result(name)["rows"] if results.exists(name) else []
             ratios = sorted(row["ratio"] for row in rows)
             cells.append(f"{ratios[0]:.1f} to {ratios[-1]:.1f} x" if ratios else "-")
         lines.append(f"| {title} | {' | '.join(cells)} |")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import takewhile
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -22,11 +22,12 @@ from saccade._openai.schema import (
     choice_kind,
 )
 
-_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+TextKind: TypeAlias = Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+_TEXTS = get_args(TextKind)
 
 
 class InputText(CachedPart):
-    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    type: TextKind
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None

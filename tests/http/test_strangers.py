@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -13,11 +14,14 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from keys import KEYS, key_file
 from running import RunningServer
 from running_http import RunningHttp
+from uvicorn.server import ServerState
 from waiting import until
 
+from service.common.config import HttpFrontOptions
 from service.http import protocol, upstream
 from service.http.call import MAX_KNOWN_KEYS, STRANGER_BYTES, KnownKeys
 
@@ -166,3 +170,41 @@ def test_requests_that_wait_for_an_answer_are_few(front: RunningHttp, monkeypatc
         answers = b"".join(iter(lambda: connection.recv(2**16), b""))
     assert answers.count(b"HTTP/1.1 200") == 10_000
     assert most <= protocol.PIPELINED + protocol.SLICE // len(probe)
+
+
+def test_no_request_follows_the_last_answer() -> None:
+    """The answer to the first request begins before its body ends, and ends after the next request has begun."""
+    ran: list[str] = []
+
+    async def exchange() -> bytes:
+        begun, end = asyncio.Event(), asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            ran.append(scope["path"])
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            begun.set()
+            await end.wait()
+            await send({"type": "http.response.body", "body": b"ok"})
+
+        config = uvicorn.Config(app, ws="none", loop="none", lifespan="off", log_config=None, access_log=False)
+        config.load()
+        made: list[protocol.LimitedProtocol] = []
+        kind = protocol.protocol_class(HttpFrontOptions(servers=("127.0.0.1:1",)))
+
+        def make() -> protocol.LimitedProtocol:
+            made.append(kind(config, ServerState(), {}))  # type: ignore[arg-type]
+            return made[-1]
+
+        async with await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0) as server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(b"POST /first HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\n\r\nab")
+            await begun.wait()
+            writer.write(b"cdPOST /second HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\n\r\nxx")
+            while not made[0].pipeline:
+                await asyncio.sleep(0)
+            end.set()
+            answer = await asyncio.wait_for(reader.read(), 60)
+            writer.close()
+            return answer
+
+    assert asyncio.run(exchange()).endswith(b"ok") and ran == ["/first"]
