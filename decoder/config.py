@@ -189,7 +189,7 @@ class DecoderOptions:
     """Tokens of one KV page."""
     weights: str | None = None
     """Form of the weights of linear layers: one of `kernels.weight_forms.FORMS`, such as `int8` (a scale for each
-    output) or `int4` (a scale for every 128 inputs), to which weights are quantised when they are read, unless the
+    output) or `int8-32` (a scale for every 32 inputs), to which weights are quantised when they are read, unless the
     checkpoint's are of that kind already. `None`: as in the checkpoint, plain ones in `dtype`.
     """
     activations: str | None = None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from kernels.native.structs import GROUP
 
-FORMS = ("int8", "int4", "int4-32", "fp8", "nvfp4")
+FORMS = ("int8", "int8-32", "int4", "int4-32", "fp8", "nvfp4")
 """Kinds of values; after a hyphen, how many inputs share a scale."""
 
 
-def kind_and_group(form: str) -> tuple[str, int]:
-    """The kind of one of `FORMS`, and the number of inputs that share a scale (for int4)."""
+def kind_and_group(form: str) -> tuple[str, int | None]:
+    """The kind of one of `FORMS`, and the number of inputs that share a scale; None if all inputs of a row do, or if
+    the kind alone determines it."""
     kind, _, group = form.partition("-")
-    return kind, int(group or GROUP)
+    return kind, int(group) if group else GROUP if kind == "int4" else None

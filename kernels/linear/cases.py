@@ -27,7 +27,12 @@ def cases(shape: ModelShape) -> Iterator[Case]:
     bytes_, halves = torch.uint8, meta(outputs, inner // 2, dtype=torch.uint8)
     scale, e4m3 = meta(outputs, groups), torch.float8_e4m3fn
     weights = {
-        "int8": Quantised("int8", meta(outputs, inner, dtype=torch.int8), meta(outputs), inner),
+        "int8": Quantised("int8", meta(outputs, inner, dtype=torch.int8), meta(outputs, 1), inner, inner),
+        "int8 groups": Quantised("int8", meta(outputs, inner, dtype=torch.int8), scale, inner, group),
+        "int8 zeros": Quantised(
+            "int8", meta(outputs, inner, dtype=torch.int8), scale, inner, group,
+            zeros=meta(outputs, groups, dtype=bytes_),
+        ),
         "int4": Quantised("int4", halves, scale, inner, group),
         "int4 zeros": Quantised("int4", halves, scale, inner, group, zeros=meta(outputs, groups, dtype=bytes_)),
         "fp8": Quantised("fp8", meta(outputs, inner, dtype=e4m3), meta(outputs, 1), inner, inner),

@@ -4,8 +4,8 @@ Each row of activations is rounded to integers from -127 to 127 with its own sca
 compressed-tensors' dynamic symmetric "per token" activations. Sums of products are integers, so that their order does
 not matter. In float32,
 
-    int8: y = (sum * scale of the row) * scale of the output
-    int4: total = fma(sum of the group, scale of the group and output, total), group after group;
+    int8 with a scale for each output: y = (sum * scale of the row) * scale of the output
+    in groups, and int4: total = fma(sum of the group, scale of the group and output, total), group after group;
           y = total * scale of the row
 
 Results differ from those with rows of 16 bits, so this must be requested. This is the reference; the results of the
@@ -17,9 +17,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.linear.quantised import Quantised
+from kernels.linear.quantised import INTEGERS, MIDDLE, Quantised
 
-INT8_ROWS_OF = ("int8", "int4")
+INT8_ROWS_OF = INTEGERS
 """Kinds of weights that int8 rows are multiplied with."""
 STEPS = 127.0
 """Steps from 0 to a row's largest magnitude."""
@@ -43,16 +43,21 @@ def int8_linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
     """`[rows, in]` -> `[rows, out]` in x's dtype. Expands the weight for each call."""
     rows = x if weight.order is None else x.index_select(1, weight.order)
     values, scale = to_int8(rows)
-    if weight.kind == "int4":
+    if is_summed(weight):
         y = _sum_of_groups(values, weight) * scale
     else:
         sums = values.double() @ weight.values.double().t()  # integers far below 2^53: exact
-        y = (sums.float() * scale) * weight.scale
+        y = (sums.float() * scale) * weight.scale[:, 0]
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
+def is_summed(weight: Quantised) -> bool:
+    """Whether a product with int8 rows is a sum of scaled sums of groups, even if there is only one group."""
+    return weight.kind == "int4" or weight.in_groups or weight.zeros is not None
+
+
 def _sum_of_groups(values: Tensor, weight: Quantised) -> Tensor:
-    """`[rows, out]` float32: the scaled sums of an int4 weight's groups, with one rounding for each group."""
+    """`[rows, out]` float32: the scaled sums of a weight's groups, with one rounding for each group."""
     numbers = weight.integers().double()
     total = torch.zeros(values.shape[0], weight.shape[0])
     for index, begin in enumerate(range(0, weight.in_features, weight.group)):
@@ -60,7 +65,7 @@ def _sum_of_groups(values: Tensor, weight: Quantised) -> Tensor:
         of_group = values[:, inputs].double()
         sums = of_group @ numbers[:, inputs].t()
         if weight.zeros is not None:
-            sums -= of_group.sum(1, keepdim=True) * (weight.zeros[:, index].double() - 8)
+            sums -= of_group.sum(1, keepdim=True) * (weight.zeros[:, index].double() - MIDDLE[weight.kind])
         total = _fused(sums.float(), weight.scale[:, index], total)
     return total
 

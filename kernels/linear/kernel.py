@@ -108,7 +108,10 @@ def block_product(
         if KIND == FP8:
             b_w = _e4m3(b_values).to(element)
         else:
-            b_w = b_values.to(tl.float32).to(element)
+            b_w = b_values.to(tl.float32)
+            if ZEROS:
+                b_w += 128.0 - tl.load(p_zeros + o_scale, mask=m_n, other=0).to(tl.float32)[:, None]
+            b_w = b_w.to(element)
         b_sum = tl.dot(b_x, tl.trans(b_w), input_precision="ieee")
     elif BLOCK_K < 2 * LEAST_INPUTS:  # of int4: the halves of a block have too few inputs, so bytes are read twice
         m_values = m_n[:, None] & m_k[None, :]
@@ -134,7 +137,7 @@ def block_product(
             b_sum = tl.dot(b_even, tl.trans(b_w), input_precision="ieee")
             b_w = _int4(b_bytes >> 4, p_zeros + o_scale, m_n, ZEROS).to(element)
         b_sum = tl.dot(b_odd, tl.trans(b_w), b_sum, input_precision="ieee")
-    if (KIND == INT4 or KIND == FP8) and GROUP > 0:
+    if KIND != NVFP4 and GROUP > 0:
         b_sum = b_sum * tl.load(p_scale + o_scale, mask=m_n, other=0.0)[None, :]
     return b_sum
 
@@ -154,8 +157,8 @@ def row_scaled(total, p_scale, p_outer, o_n, m_n, KIND: tl.constexpr, GROUP: tl.
 def _linear_kernel(
     p_x,  # [M, K]
     p_values,  # [N, K] bytes, or [N, K / 2]
-    p_scale,  # int8: [N] float32; int4, fp8: [N, groups] float32; nvfp4: [N, groups] e4m3 bytes
-    p_zeros,  # int4: [N, groups] uint8
+    p_scale,  # [N, groups] float32; nvfp4: e4m3 bytes
+    p_zeros,  # int8, int4: [N, groups] uint8
     p_outer,  # nvfp4: [N] float32
     p_bias,  # [N], of the rows' dtype
     p_out,  # [M, N]
@@ -213,7 +216,7 @@ class Form:
     def of(cls, weight: Quantised, dtype: torch.dtype) -> Form:
         """`dtype`: of the rows. `ValueError` for groups that are not multiples of 16 inputs."""
         group, exact = weight.scale_group, dtype == torch.float32  # no tensor cores for float32: smaller tiles
-        whole = weight.kind == "int8" or group >= weight.in_features
+        whole = not weight.in_groups
         outputs, block = (16, 32) if exact else (OUTPUTS, INPUTS)
         if not whole and weight.kind != "nvfp4":
             check_groups(weight)
@@ -259,7 +262,7 @@ def quantised_linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tenso
         x_stride=x.stride(0),
         values_stride=tensors["p_values"].stride(0),
         row_bytes=weight.values.shape[-1],
-        groups=1 if weight.kind == "int8" else weight.scale.shape[1],
+        groups=weight.scale.shape[1],
         m_count=rows,
         n_count=outputs,
         k_count=inner,

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.host_memory import drop_pages, weight_memory
-from kernels.linear.quantised import Quantised
+from kernels.linear.int8_rows import is_summed
+from kernels.linear.quantised import INTEGERS, Quantised
 from kernels.native import Kind, NativeUnavailable, library
 from kernels.native.instruction_sets import compact_weights
 from kernels.native.structs import GROUP, PANEL, SUMMED, Compacting, Packing
@@ -84,7 +85,7 @@ def lay_out(
     order = interleaved_order(weight.shape[0] // 2) if gated else None
     if isinstance(weight, Tensor):
         return _of_floats(weight, order, compact)
-    if weight.kind == "int8" or (weight.kind == "int4" and (int8_rows or not _is_scaled(weight, dtype))):
+    if weight.kind in INTEGERS and (int8_rows or not _is_scaled(weight, dtype)):
         return _of_integers(weight, order, int8_rows)
     return _of_scaled(weight, order, dtype)
 
@@ -102,8 +103,10 @@ def _of_integers(weight: Quantised, order: Tensor | None, int8_rows: bool) -> La
     if weight.in_features > MOST_INPUTS:
         raise NativeUnavailable(f"{weight.in_features} inputs are more than the {MOST_INPUTS} that 32 bits can sum")
     if weight.kind == "int8":
+        if is_summed(weight):
+            raise NativeUnavailable("no compiled product for int8 weights in groups")
         rows = Kind.BYTES if int8_rows else Kind.INT8
-        return Layout(Kind.INT8, rows, _pack(weight, Kind.INT8, order), _of_outputs(weight.scale, order))
+        return Layout(Kind.INT8, rows, _pack(weight, Kind.INT8, order), _of_outputs(weight.scale[:, 0], order))
     if int8_rows:
         _check_grouped_bytes(weight)
     rows, data = Kind.SUMMED_BYTES if int8_rows else Kind.INT4, _pack(weight, Kind.INT4, order)
@@ -112,6 +115,8 @@ def _of_integers(weight: Quantised, order: Tensor | None, int8_rows: bool) -> La
 
 def _of_scaled(weight: Quantised, order: Tensor | None, dtype: torch.dtype) -> Layout:
     """The layout of a weight that is multiplied with rows in `dtype`."""
+    if weight.kind == "int8":
+        raise NativeUnavailable("no compiled product for int8 weights in groups")
     kind = {"fp8": Kind.FP8, "nvfp4": Kind.NVFP4, "int4": Kind.UINT4}[weight.kind]
     _check_scaled(weight, STEPS[kind], dtype)
     data, rows, group = _pack(weight, kind, order), _row_kind(dtype), weight.scale_group
@@ -136,8 +141,10 @@ def _row_kind(dtype: torch.dtype) -> Kind:
 
 
 def _is_scaled(weight: Quantised, dtype: torch.dtype) -> bool:
-    """Whether an int4 weight is multiplied with plain rows instead of rows of integers, if both are possible: plain
-    bfloat16 rows are a third faster for many rows; rows of integers support any number of inputs."""
+    """Whether an int8 or int4 weight is multiplied with plain rows instead of rows of integers, if both are possible:
+    with int4, plain bfloat16 rows are a third faster for many rows; rows of integers support any number of inputs."""
+    if weight.kind == "int8":
+        return weight.order is not None or is_summed(weight)
     plain = dtype == torch.bfloat16 and weight.in_features % STEPS[Kind.UINT4] == 0
     return plain or weight.zeros is not None or weight.group != GROUP or weight.order is not None
 

@@ -17,6 +17,9 @@ from kernels.native.structs import GROUP
 from kernels.weight_forms import kind_and_group
 
 KINDS = ("int8", "int4", "fp8", "nvfp4")
+MIDDLE = {"int8": 128, "int4": 8}
+"""The zero points of integers that have no others."""
+INTEGERS = tuple(MIDDLE)
 NVFP4_GROUP = 16
 """Inputs that share a scale in nvfp4."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -29,10 +32,11 @@ TENSORS = ("values", "scale", "zeros", "outer", "order")
 class Quantised:
     """Rows of a weight `[..., n, k]` as small values and scales. `ValueError` for shapes and dtypes that do not fit.
 
-    int8: `values` int8 `[..., n, k]`, `scale` float32 `[..., n]`: w = value * scale of its row.
+    int8: `values` int8 `[..., n, k]`; `scale` float32 `[..., n, ceil(k / group)]`: w = (value + 128 - zero) * scale of
+    its row and group. Zeros are 128, or `zeros`.
     int4: `values` uint8 `[..., n, ceil(k / 2)]`, two values of 0 to 15 per byte, even inputs in the low half; `scale`
-    float32 `[..., n, ceil(k / group)]`: w = (value - zero) * scale of its row and group. Zeros are 8, or `zeros`.
-    fp8: `values` float8_e4m3fn `[..., n, k]`, `scale` as of int4: w = value * scale of its row and group.
+    as of int8: w = (value - zero) * scale of its row and group. Zeros are 8, or `zeros`.
+    fp8: `values` float8_e4m3fn `[..., n, k]`, `scale` as of int8: w = value * scale of its row and group.
     nvfp4: `values` as of int4, e2m1 codes; `scale` float8_e4m3fn `[..., n, ceil(k / 16)]`: w = value * scale * outer of
     its row, or w = value * scale / outer where `divided`.
     """
@@ -42,14 +46,14 @@ class Quantised:
     scale: Tensor
     in_features: int
     group: int = GROUP
-    """Inputs that share a scale, for int4 and fp8; an fp8 scale for a whole row has a group of `in_features`."""
+    """Inputs that share a scale, but for nvfp4; a scale for a whole row has a group of `in_features`."""
     zeros: Tensor | None = None
-    """int4: uint8, of the scale's shape, 0 to 16."""
+    """int8, int4: uint8, of the scale's shape; of int4 0 to 16."""
     outer: Tensor | None = None
     """nvfp4: float32 `[..., n]`."""
     divided: bool = False
     order: Tensor | None = None
-    """int4: int64 `[..., k]`: column j of the values is input `order[j]`; None: inputs are in order."""
+    """int8, int4: int64 `[..., k]`: column j of the values is input `order[j]`; None: inputs are in order."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -59,16 +63,16 @@ class Quantised:
         rows, inner = tuple(self.values.shape[:-1]), self.in_features
         halved, groups = (*rows, -(-inner // 2)), (*rows, -(-inner // self.scale_group))
         expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            "int8": {"values": (torch.int8, (*rows, inner)), "scale": (torch.float32, rows)},
+            "int8": {"values": (torch.int8, (*rows, inner)), "scale": (torch.float32, groups)},
             "int4": {"values": (torch.uint8, halved), "scale": (torch.float32, groups)},
             "fp8": {"values": (torch.float8_e4m3fn, (*rows, inner)), "scale": (torch.float32, groups)},
             "nvfp4": {"values": (torch.uint8, halved), "scale": (torch.float8_e4m3fn, groups)},
         }[self.kind]
         if self.kind == "nvfp4":
             expected["outer"] = torch.float32, rows
-        if self.kind == "int4" and self.zeros is not None:
+        if self.kind in INTEGERS and self.zeros is not None:
             expected["zeros"] = torch.uint8, groups
-        if self.kind == "int4" and self.order is not None:
+        if self.kind in INTEGERS and self.order is not None:
             expected["order"] = torch.int64, (*rows[:-1], inner)
         for name in TENSORS:
             tensor, wanted = getattr(self, name), expected.get(name)
@@ -82,7 +86,12 @@ class Quantised:
     @property
     def scale_group(self) -> int:
         """Inputs that share a scale."""
-        return {"int8": self.in_features, "nvfp4": NVFP4_GROUP}.get(self.kind, self.group)
+        return NVFP4_GROUP if self.kind == "nvfp4" else self.group
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether a row has several scales."""
+        return self.scale_group < self.in_features
 
     @property
     def shape(self) -> torch.Size:
@@ -137,8 +146,8 @@ class Quantised:
         return replace(self, **found)
 
     def integers(self) -> Tensor:
-        """The values of an int8 or int4 weight: int8 `[..., n, k]`, in the order of the columns; for int4 values - 8,
-        whatever the zero points are."""
+        """The values of an int8 or int4 weight: int8 `[..., n, k]`, in the order of the columns, as if zero points were
+        `MIDDLE`."""
         if self.kind == "int8":
             return self.values
         return unpack_nibbles(self.values)[..., : self.in_features].to(torch.int8) - 8
@@ -146,20 +155,20 @@ class Quantised:
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """`[..., n, k]`: computed in float32 from left to right, as in the class's formulas, then rounded to
         `dtype`."""
-        if self.kind == "int8":
-            return (self.values * self.scale[..., None]).to(dtype)
         if self.kind == "fp8":
             return (self.values.float() * self._by_input(self.scale)).to(dtype)
-        codes = unpack_nibbles(self.values)[..., : self.in_features]
         if self.kind == "nvfp4":
             assert self.outer is not None
+            codes = unpack_nibbles(self.values)[..., : self.in_features]
             exact, outer = (
                 _numbers(codes.device)[codes.long()] * self._by_input(self.scale.float()),
                 self.outer[..., None],
             )
             return (exact / outer if self.divided else exact * outer).to(dtype)
-        zeros = 8.0 if self.zeros is None else self._by_input(self.zeros.float())
-        found = (codes.float() - zeros) * self._by_input(self.scale)
+        numbers = self.integers().float()
+        if self.zeros is not None:
+            numbers -= self._by_input(self.zeros.float() - MIDDLE[self.kind])
+        found = numbers * self._by_input(self.scale)
         if self.order is not None:
             found = torch.empty_like(found).scatter_(-1, self.order[..., None, :].expand_as(found), found)
         return found.to(dtype)
@@ -212,10 +221,10 @@ def row_part(tensor: Tensor, place: int, parts: int, groups: int = 1, count: int
 def quantised_bytes(shape: Sequence[int], form: str) -> int:
     """Bytes of the result of `quantise` for a weight of this shape."""
     (*rows, inner), (kind, group) = shape, kind_and_group(form)
-    pairs = -(-inner // 2)
+    pairs, groups = -(-inner // 2), -(-inner // (group or inner))
     row = {
-        "int8": inner + 4,
-        "int4": pairs + 4 * -(-inner // group),
+        "int8": inner + 4 * groups,
+        "int4": pairs + 4 * groups,
         "fp8": inner + 4,
         "nvfp4": pairs + -(-inner // NVFP4_GROUP) + 4,
     }[kind]

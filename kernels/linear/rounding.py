@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from kernels.host_memory import drop_pages
 from kernels.linear.quantised import E2M1, NVFP4_GROUP, Quantised, pack_nibbles
+from kernels.native.structs import GROUP
 from kernels.weight_forms import FORMS, kind_and_group
 
 SCALES = (1.0, 0.95, 0.9, 0.85, 0.8)
@@ -22,15 +23,15 @@ LARGEST_E2M1 = E2M1[-1]
 
 
 def quantise(weight: Tensor, form: str) -> Quantised:
-    """Rounds a weight `[..., n, k]` to the grid of each row (int8, fp8) or group (int4, nvfp4). `form`: one of `FORMS`.
-    Scales of fp8 and int4 are exact in bfloat16, as published formats store them. The result is on the weight's device.
-    `ValueError` for another form or for weights that are not finite.
+    """Rounds a weight `[..., n, k]` to the grid of each row (int8, fp8) or group (int8-32, int4, nvfp4). `form`: one of
+    `FORMS`. Scales of fp8 and of groups are exact in bfloat16, as published formats store them. The result is on the
+    weight's device. `ValueError` for another form or for weights that are not finite.
     """
     if form not in FORMS:
         raise ValueError(f"form of weights {form!r} is not one of {', '.join(FORMS)}")
     kind, group = kind_and_group(form)
     rounders: dict[str, Callable[[Tensor], Quantised]] = {
-        "int8": _int8, "int4": partial(_int4, group=group), "fp8": _fp8, "nvfp4": _nvfp4,
+        "int8": partial(_int8, group=group), "int4": partial(_int4, group=group or GROUP), "fp8": _fp8, "nvfp4": _nvfp4,
     }  # fmt: skip
     flat, step = weight.detach().flatten(0, -2), max(1, PIECE // weight.shape[-1])
     whole: Quantised | None = None
@@ -48,10 +49,20 @@ def quantise(weight: Tensor, form: str) -> Quantised:
     return whole.in_shape(weight.shape[:-1])
 
 
-def _int8(weight: Tensor) -> Quantised:
-    scale = weight.abs().amax(-1) / 127
-    values = (weight / _divisor(scale)[..., None]).round_().clamp_(-127, 127).to(torch.int8)
-    return Quantised("int8", values, scale, weight.shape[-1])
+def _int8(weight: Tensor, group: int | None) -> Quantised:
+    """A scale for each row, or for each `group` inputs of it."""
+    inner = weight.shape[-1]
+    groups = _in_groups(weight, group or inner)
+    scale = groups.abs().amax(-1) / 127
+    if group is not None:
+        scale = scale.bfloat16().float()
+    values = (groups / _divisor(scale)[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+    return Quantised("int8", values.flatten(-2)[..., :inner].contiguous(), scale, inner, group or inner)
+
+
+def _in_groups(weight: Tensor, group: int) -> Tensor:
+    """`[n, k]` -> `[n, ceil(k / group), group]`, zeros behind the end."""
+    return F.pad(weight, (0, -weight.shape[-1] % group)).unflatten(-1, (-1, group))
 
 
 def _fp8(weight: Tensor) -> Quantised:
@@ -63,8 +74,7 @@ def _fp8(weight: Tensor) -> Quantised:
 
 
 def _int4(weight: Tensor, group: int) -> Quantised:
-    inner = weight.shape[-1]
-    groups = F.pad(weight, (0, -inner % group)).unflatten(-1, (-1, group))
+    inner, groups = weight.shape[-1], _in_groups(weight, group)
     # The first scale puts the value of largest magnitude at -8, whatever its sign, so that all 16 steps are in use.
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
     steps, scale = _finest(
@@ -77,7 +87,7 @@ def _int4(weight: Tensor, group: int) -> Quantised:
 
 def _nvfp4(weight: Tensor) -> Quantised:
     inner = weight.shape[-1]
-    groups = F.pad(weight, (0, -inner % NVFP4_GROUP)).unflatten(-1, (-1, NVFP4_GROUP))
+    groups = _in_groups(weight, NVFP4_GROUP)
     largest = groups.abs().amax(-1)
     # One outer scale per row, chosen so that the row's largest inner scale is at its limit: a row is rounded in the
     # same way alone as within a weight.

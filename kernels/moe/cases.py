@@ -50,7 +50,7 @@ def cases(shape: ModelShape) -> Iterator[Case]:
 
 
 KINDS = {
-    "nano-3-omni": ("nvfp4", "fp8", "fp8 blocks", "int8", "int4", "int4 zeros"),
+    "nano-3-omni": ("nvfp4", "fp8", "fp8 blocks", "int8", "int8 groups", "int8 zeros", "int4", "int4 zeros"),
     "qwen3.5-35b-a3b": ("nvfp4", "fp8 blocks"),
     "demo": ("nvfp4", "int4 ordered", "int4 16 ordered"),
 }
@@ -71,7 +71,11 @@ def _quantised(kind: str, count: int, outputs: int, inner: int) -> Quantised:
         case "fp8 blocks":
             return Quantised("fp8", octets.view(e4m3), scale, inner, group)
         case "int8":
-            return Quantised("int8", octets.view(torch.int8), meta(*rows), inner)
+            return Quantised("int8", octets.view(torch.int8), meta(*rows, 1), inner, inner)
+        case "int8 groups":
+            return Quantised("int8", octets.view(torch.int8), scale, inner, group)
+        case "int8 zeros":
+            return Quantised("int8", octets.view(torch.int8), scale, inner, group, zeros=scale.to(torch.uint8))
         case "int4":
             return Quantised("int4", halves, scale, inner, group)
         case "int4 zeros":

@@ -28,8 +28,8 @@ WARPS_NVFP4 = dict.fromkeys(ARCHITECTURES, 8) | {"sm_90": 4, "sm_100": 4}
 def _grouped_quantised(  # type: ignore[no-untyped-def]
     p_in,  # [T or X, IN]
     p_values,  # [E, OUT, bytes of a row]
-    p_scale,  # [E, OUT, groups]; int8: [E, OUT]
-    p_zeros,  # int4: [E, OUT, groups] uint8
+    p_scale,  # [E, OUT, groups]
+    p_zeros,  # int8, int4: [E, OUT, groups] uint8
     p_outer,  # nvfp4: [E, OUT] float32
     p_columns,  # [E, IN] int64: the input of each column; with ORDERED
     p_gate,  # [X, OUT] float32: sums of the gates; with GATED
@@ -129,7 +129,7 @@ def grouped_quantised(
         p_out=out,
         experts=grouping.experts,
         row_bytes=weight.values.shape[-1],
-        groups=1 if weight.kind == "int8" else weight.scale.shape[-1],
+        groups=weight.scale.shape[-1],
         n_count=outputs,
         k_count=inner,
         K=grouping.chosen,

@@ -1,4 +1,4 @@
-"""`saccade quantize MODEL OUT --weights int8|int4|int4-32|fp8|nvfp4`: a smaller copy of a checkpoint."""
+"""`saccade quantize MODEL OUT --weights int8|int8-32|int4|int4-32|fp8|nvfp4`: a smaller copy of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.model.quantise import FORMATS, REPORT, quantise_checkpoint
 
 
 def main(argv: Sequence[str]) -> int:
-    """`saccade quantize MODEL OUT --weights int8|int4|int4-32|fp8|nvfp4`"""
+    """`saccade quantize MODEL OUT --weights int8|int8-32|int4|int4-32|fp8|nvfp4`"""
     parser = argparse.ArgumentParser("saccade quantize", description=__doc__)
     parser.add_argument(
         "model",

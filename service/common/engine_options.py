@@ -36,8 +36,8 @@ class EngineOptions:
     )
     weights: str | None = _option(
         None,
-        "quantise the weights of the decoder's linear layers to this format while loading (int4: a scale for 128 "
-        "inputs, int4-32: for 32); unset: as in the checkpoint",
+        "quantise the weights of the decoder's linear layers to this format while loading (int8: a scale for "
+        "each output, int4: for 128 inputs, int8-32 and int4-32: for 32); unset: as in the checkpoint",
         choices=FORMS,
     )
     activations: str | None = _option(

@@ -45,7 +45,8 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 def own_format(name: str, weight: Quantised) -> dict[str, Tensor]:
     """The tensors of a weight in this server's own format, by their names in the files."""
-    parts = {f"{name}.values": weight.values, f"{name}.scale": weight.scale}
+    scale = weight.scale if weight.kind != "int8" or weight.in_groups else weight.scale[..., 0]
+    parts = {f"{name}.values": weight.values, f"{name}.scale": scale}
     return parts if weight.outer is None else {**parts, f"{name}.outer": weight.outer}
 
 

@@ -86,7 +86,7 @@ def test_products_without_bfloat16_instructions_have_the_bits_of_the_other_sets(
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_sums_of_the_longest_rows_are_exact(programs: Callable[[str], Path], name: str) -> None:
     values = torch.full((70, MOST_INPUTS), 127, dtype=torch.int8)
-    weight = Packed(Quantised("int8", values, torch.ones(70), MOST_INPUTS), None, torch.float32)
+    weight = Packed(Quantised("int8", values, torch.ones(70, 1), MOST_INPUTS, MOST_INPUTS), None, torch.float32)
     x = torch.full((3, MOST_INPUTS), 32639.0)
     x[1] = -x[1]
     exact = (x.double() @ values.double().t()).float()

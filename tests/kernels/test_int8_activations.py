@@ -24,7 +24,7 @@ def int8(outputs: int, inner: int, seed: int = 0) -> Quantised:
     """With all values of a byte, -128 included, which published files may hold."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-128, 128, (outputs, inner), dtype=torch.int8, generator=generator)
-    return Quantised("int8", values, torch.rand(outputs, generator=generator) * 0.1, inner)
+    return Quantised("int8", values, torch.rand(outputs, 1, generator=generator) * 0.1, inner, inner)
 
 
 def int4(
@@ -144,7 +144,9 @@ def test_each_set_has_the_same_bits_for_any_rows_and_threads(chosen: str, weight
 @pytest.mark.parametrize("value", [-128, 127])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_longest_sums_of_the_largest_numbers_are_exact(chosen: str, value: int, sign: int) -> None:
-    weight = Quantised("int8", torch.full((3, MOST_INPUTS), value, dtype=torch.int8), torch.ones(3), MOST_INPUTS)
+    weight = Quantised(
+        "int8", torch.full((3, MOST_INPUTS), value, dtype=torch.int8), torch.ones(3, 1), MOST_INPUTS, MOST_INPUTS
+    )
     x = torch.full((2, MOST_INPUTS), 127.0 * sign)  # the scale is 1
     expected = torch.tensor(value * 127 * sign * MOST_INPUTS).float()
     assert torch.equal(Packed(weight, None, int8_rows=True)(x), expected.expand(2, 3))

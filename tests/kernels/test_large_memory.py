@@ -174,15 +174,15 @@ def test_products_with_large_weights() -> None:
     x = torch.randn(1, 128)
     check(lambda weight: run_plain(x.bfloat16(), weight, None).t(), rows(128, dtype=torch.bfloat16))
     values = rows(128, dtype=torch.int8)
-    scale = rows(count=len(values))
-    check(lambda values, scale: run_quantised(x, Quantised("int8", values, scale, 128), None).t(), values, scale)
+    scale = rows(1, count=len(values))
+    check(lambda values, scale: run_quantised(x, Quantised("int8", values, scale, 128, 128), None).t(), values, scale)
     groups = rows(4)
     nibbles = rows(64, count=len(groups), dtype=torch.uint8)
     check(lambda values, scale: run_quantised(x, Quantised("int4", values, scale, 128, 32), None).t(), nibbles, groups)
 
 
 def test_products_of_rows_with_a_quantised_weight() -> None:
-    weight = Quantised("int8", torch.randint(-9, 9, (64, 64), dtype=torch.int8), torch.rand(64), 64)
+    weight = Quantised("int8", torch.randint(-9, 9, (64, 64), dtype=torch.int8), torch.rand(64, 1), 64, 64)
     check(lambda x: run_quantised(x, weight, None), rows(64))
 
 
@@ -279,10 +279,10 @@ def test_products_with_many_experts() -> None:
     moe._product(x, weight, None, out, experts_TK=chosen, grouping=None, up=True, activation="relu2")
     compare(out, torch.stack([squared(x[0] @ weight[each].T) for each in chosen[0]]))
     values = rows(64, 64, dtype=torch.int8)
-    scale, starts = rows(64, count=experts), far(experts + 1, dtype=torch.int64)
+    scale, starts = rows(64, 1, count=experts), far(experts + 1, dtype=torch.int64)
     starts[-1] = 2
-    wide = values[-1].float() * scale[-1, :, None]
-    quantised = Quantised("int8", values, scale, 64)
+    wide = values[-1].float() * scale[-1]
+    quantised = Quantised("int8", values, scale, 64, 64)
     found = grouped_quantised(x, quantised, Grouping(torch.tensor([0, 1]), starts, 2), far(2, 64), up=True)
     compare(found, (x @ wide.T).expand(2, -1))
 

@@ -17,7 +17,7 @@ DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, i
 
 
 def weights(outputs: int, inner: int) -> dict[str, Quantised]:
-    made = {kind: quantise(torch.randn(outputs, inner) * 0.1, kind) for kind in ("int8", "fp8", "nvfp4")}
+    made = {kind: quantise(torch.randn(outputs, inner) * 0.1, kind) for kind in ("int8", "int8-32", "fp8", "nvfp4")}
     fp8, nvfp4 = made["fp8"], made["nvfp4"]
     assert nvfp4.outer is not None
     octets = torch.randint(0, 256, (outputs, inner // 2), dtype=torch.uint8)
@@ -25,6 +25,8 @@ def weights(outputs: int, inner: int) -> dict[str, Quantised]:
     made["fp8 blocks"] = Quantised("fp8", fp8.values, torch.rand(outputs, -(-inner // 128)) + 0.1, inner, 128)
     made["nvfp4 divided"] = Quantised("nvfp4", nvfp4.values, nvfp4.scale, inner, outer=1 / nvfp4.outer, divided=True)
     made["int4"] = Quantised("int4", octets, scale, inner, 32)
+    signed, points = made["int8"].values, torch.randint(0, 256, scale.shape, dtype=torch.uint8)
+    made["int8 zeros"] = Quantised("int8", signed, scale, inner, 32, zeros=points, order=torch.randperm(inner))
     made["int4 zeros"] = Quantised("int4", octets, scale, inner, 32, zeros=zeros.to(torch.uint8))
     small, few = torch.randn(outputs, inner // 16) * 0.01, torch.randint(0, 17, (outputs, inner // 16))
     made["int4 16"] = Quantised("int4", octets, small, inner, 16, zeros=few.to(torch.uint8))

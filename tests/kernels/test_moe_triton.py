@@ -181,6 +181,9 @@ def quantised(count: int, outputs: int, inner: int, kind: str) -> Quantised:
         weight = quantise(torch.randn(count, outputs, inner) / 6, kind)
         if kind != "fp8":
             return weight
+    if kind == "int8 zeros":
+        weight = quantise(torch.randn(count, outputs, inner) / 6, "int8-32")
+        return replace(weight, zeros=torch.randint(0, 256, weight.scale.shape, dtype=torch.uint8))
     if kind.startswith("fp8"):
         values = torch.randn(count, outputs, inner).to(torch.float8_e4m3fn)
         group = 32 if kind == "fp8 blocks" else inner
@@ -202,7 +205,9 @@ def quantised(count: int, outputs: int, inner: int, kind: str) -> Quantised:
 @pytest.mark.parametrize(
     ("tokens", "gated", "dtype"), [(1, True, torch.bfloat16), (9, False, torch.float32), (41, True, torch.bfloat16)]
 )
-@pytest.mark.parametrize("kind", [*KINDS, "fp8 blocks", "nvfp4 divided", "int4 groups zeros", "int4 groups ordered"])
+@pytest.mark.parametrize(
+    "kind", [*KINDS, "int8 zeros", "fp8 blocks", "nvfp4 divided", "int4 groups zeros", "int4 groups ordered"]
+)
 def test_quantised_experts(kind: str, tokens: int, gated: bool, dtype: torch.dtype) -> None:
     """Of few and many tokens, against loops over the expanded weights; sizes that are no multiples of a block."""
     count, width, inner = 6, 80, 52

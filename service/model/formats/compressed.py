@@ -36,8 +36,8 @@ def modules_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def writable(matrix: Tensor, form: str) -> bool:
     """Whether the format can store a matrix: groups have to be complete."""
-    kind, group = kind_and_group(form)
-    return kind != "int4" or matrix.shape[1] % group == 0
+    _, group = kind_and_group(form)
+    return group is None or matrix.shape[1] % group == 0
 
 
 def tensors_of(module: str, weight: Quantised) -> dict[str, Tensor]:

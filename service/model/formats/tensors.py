@@ -190,7 +190,7 @@ def _weight(
         if scale is None:
             raise FormatError(f"{module}: {stored} without its scale")
         kind, group = kind_and_group(own_kind)
-        return made("own", (*rows, inner * (2 if kind in ("int4", "nvfp4") else 1)), group=group)
+        return made("own", (*rows, inner * (2 if kind in ("int4", "nvfp4") else 1)), group=group or 0)
     if stored.endswith(".weight_packed") and values.dtype == "I32":
         return _packed_in_words(module, entries, group_of(module), made)
     if values.dtype not in NEEDS_SCALES:

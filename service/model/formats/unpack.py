@@ -32,8 +32,8 @@ def load(weight: StoredWeight, read: Read, *, gptq_offset: int = 1) -> Tensor | 
             case "nvfp4":
                 return _nvfp4(weight, parts)
             case "int8":
-                scale = parts["scale"].float().reshape(parts["values"].shape[:-1]).contiguous()
-                return Quantised("int8", parts["values"], _finite(weight, scale), weight.shape[-1])
+                scale = parts["scale"].float().reshape(*parts["values"].shape[:-1], 1).contiguous()
+                return Quantised("int8", parts["values"], _finite(weight, scale), weight.shape[-1], weight.shape[-1])
             case "int4":
                 return _int4(weight, parts)
             case "gptq":
@@ -69,8 +69,10 @@ def _own(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
     kinds = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
     if (dtype := parts["values"].dtype) not in kinds:
         raise FormatError(f"{weight.module}: values of {dtype}")
-    kind, inner = kinds[dtype], weight.shape[-1]
-    return Quantised(kind, parts["values"], parts["scale"], inner, group=inner if kind == "fp8" else weight.group)
+    inner, scale = weight.shape[-1], parts["scale"]
+    if kinds[dtype] == "int8" and scale.dim() < parts["values"].dim():
+        scale = scale[..., None]  # a scale for each row
+    return Quantised(kinds[dtype], parts["values"], scale, inner, group=weight.group or inner)
 
 
 def _fp8(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:

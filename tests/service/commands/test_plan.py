@@ -64,7 +64,7 @@ def test_the_plan_agrees_with_the_arena(tmp_path: Path) -> None:
     assert f"{budgets.max_images} images per batch" in encoder.title
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["int8", "int8-32", "int4", "fp8", "nvfp4"])
 def test_quantised_weights_are_counted_as_they_are_held(tmp_path: Path, kind: str) -> None:
     source = make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "M*-ME"})
     made = quantise_checkpoint(open_checkpoint(str(source.path)), tmp_path / "small", kind)
@@ -179,7 +179,7 @@ def test_activations_in_int8_need_integer_weights_and_a_cpu(tmp_path: Path, monk
         message = f"int8 would have no effect: linear layers are in {kinds}, not in int8 or int4;"
         with pytest.raises(ConfigError, match=message):
             plan(ServerOptions(model=path, activations="int8", weights=weights))
-    for weights in ("int8", "int4", "int4-32"):
+    for weights in ("int8", "int8-32", "int4", "int4-32"):
         plan(ServerOptions(model=path, activations="int8", weights=weights, device="cpu"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigError, match="activations: int8 needs a CPU, and the device is cuda"):

@@ -88,7 +88,7 @@ def test_wrong_formats_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="saccade_weights must be an object, not 1"):
         Checkpoint(tmp_path / "small")
     file.write_text(json.dumps(config | {"saccade_weights": {"format": 1, "kind": "int2"}}))
-    with pytest.raises(CheckpointError, match="kind 'int2' is not one of int8, int4"):
+    with pytest.raises(CheckpointError, match="kind 'int2' is not one of int8, int8-32, int4"):
         Checkpoint(tmp_path / "small")
 
 
