@@ -148,7 +148,7 @@ def test_replicas_follow_a_metric_that_there_is_and_are_removed_slowly() -> None
     scaled = next(d for d in replicas if d["kind"] == "ScaledObject")["spec"]
     (trigger,) = scaled["triggers"]
     (metric,) = re.findall(r"saccade_\w+", trigger["metadata"]["query"])
-    assert f"| `{metric}` |" in (ROOT / "docs" / "operations.md").read_text()
+    assert f"| `{metric}` |" in (ROOT / "docs" / "metrics.md").read_text()
     assert scaled["minReplicaCount"] >= 1 and "cooldownPeriod" not in scaled
     behavior = scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
     assert 300 < behavior["scaleDown"]["stabilizationWindowSeconds"] <= 3600, "Kubernetes' default, and its limit"
@@ -250,7 +250,7 @@ def test_systemd_knows_each_line_of_the_unit(tmp_path: Path) -> None:
 
 def test_alerts_are_about_metrics_and_codes_that_there_are() -> None:
     (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
-    listed = (ROOT / "docs" / "operations.md").read_text()
+    listed = (ROOT / "docs" / "metrics.md").read_text()
     asked = {name for rule in group["rules"] for name in re.findall(r"saccade_\w+", rule["expr"])}
     for name in asked:
         assert f"| `{name.removesuffix('_bucket')}` |" in listed, name

@@ -9,7 +9,7 @@ def metrics() -> str:
 
     lines = []
     for title, section in SECTIONS.items():
-        lines += [f"### {title}", "", "| metric | type | unit | labels | |", "| --- | --- | --- | --- | --- |"]
+        lines += [f"## {title}", "", "| metric | type | unit | labels | |", "| --- | --- | --- | --- | --- |"]
         for each in section:
             labels = ", ".join(f"`{label}`" for label in each.labels)
             lines.append(f"| `{each.exported}` | {each.kind} | {each.unit} | {labels} | {each.help} |")

@@ -1,5 +1,5 @@
 """All metrics: name, type, unit, labels and meaning. The exporters take types and help texts from here, and the table
-in docs/operations.md is generated from it.
+in docs/metrics.md is generated from it.
 
 Names are stable: dashboards and alerts use them. A metric is added here and in the `stats` function that counts it;
 `tests/service/test_docs.py` compares what servers export with this list.

@@ -72,7 +72,7 @@ def test_it_is_fresh(fresh: Path, name: str) -> None:
         ("http-reference.md", ("| `stop` | string or list of string |", "| `image_url` | string or [Location]")),
         ("http-reference.md", ("would be deleted too. |",)),
         ("sdk.md", ("videos=()", "`RateLimited`", "client.batches.download(", "`prompt_logprobs`")),
-        ("operations.md", ("| `saccade_calls_total` | counter | calls | `method`, `code` |", "`saccade_http_streams`")),
+        ("metrics.md", ("| `saccade_calls_total` | counter | calls | `method`, `code` |", "`saccade_http_streams`")),
         ("options.md", ("`--tls-client-ca`", "`--max-seqs`", "`MODEL`", "`--metrics-port`", "`--servers-cert-key`")),
         ("options.md", ("| `--max-image-pixels` | count, such as 64M | 64M |",)),
     ],
