@@ -90,7 +90,9 @@ def test_no_retired_word_is_used() -> None:
         f"{path.relative_to(CHECKOUT)}:{number}: {word!r}; docs/glossary.md says what it is called now"
         for folder in FOLDERS
         for path in sorted((CHECKOUT / folder).rglob("*"))
-        if path.suffix in SUFFIXES and path.relative_to(CHECKOUT).as_posix() not in EXEMPT
+        if path.suffix in SUFFIXES
+        and path.relative_to(CHECKOUT).as_posix() not in EXEMPT
+        and path.parent != CHECKOUT / "docs" / "log"
         for number, word in found(path.read_text(errors="replace"))
     ]
     assert not problems, "\n".join(problems)
