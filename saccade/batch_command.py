@@ -128,40 +128,8 @@ def _print_problems(options: argparse.Namespace, error: BatchInvalid) -> None:
 
 
 def _run_server_side(options: argparse.Namespace) -> int:
-    """The same command finds the same batch again: its id is a hash of the file and of the command's options."""
-    shown = _Shown(options.quiet)
     try:
-        if options.model is not None:
-            raise InvalidArgument("--model: it loads a model here, and --server-side needs a server; give only one")
-        for name, why in _ONLY_HERE.items():
-            if getattr(options, name) not in (None, False):
-                raise InvalidArgument(f"--{name.replace('_', '-')} is not for --server-side: {why}")
-        fingerprint = _fingerprint(options)
-        target = _Target(Path(options.input), Path(options.output), fingerprint, options.overwrite)
-        with _server(options) as client:
-            create = partial(
-                client.batches.create, options.input, ordered=options.ordered, max_errors=options.max_errors,
-                request_id=fingerprint,
-            )  # fmt: skip
-            created = create()
-            if options.overwrite and created.state in ("failed", "cancelled"):
-                client.batches.delete(created.batch_id)
-                created = create()
-            try:
-                for batch in client.batches.watch(created.batch_id):
-                    shown.follow(batch)
-            finally:
-                shown.close()
-            if batch.problems:
-                for problem in batch.problems:
-                    print(f"{options.input}: {problem}", file=sys.stderr)
-            elif batch.state != "completed":
-                print(f"saccade: batch {batch.batch_id} {batch.state}: {batch.message}", file=sys.stderr)
-                print("saccade: --overwrite starts it again from the first row", file=sys.stderr)
-            if batch.output_bytes:
-                target.begin(batch.batch_id)
-                client.batches.download(batch.batch_id, options.output, resume=True)
-            print(json.dumps(asdict(batch)), flush=True)
+        batch = _server_side_batch(options)
     except BatchInvalid as error:
         _print_problems(options, error)
         return 2
@@ -172,6 +140,43 @@ def _run_server_side(options: argparse.Namespace) -> int:
         print(f"saccade: {error}", file=sys.stderr)
         return 2
     return 2 if batch.state != "completed" else 1 if batch.failed else 0
+
+
+def _server_side_batch(options: argparse.Namespace) -> Batch:
+    """The batch at its end, after its answers have been downloaded. The same command finds the same batch again: its id
+    is a hash of the file and of the command's options."""
+    if options.model is not None:
+        raise InvalidArgument("--model: it loads a model here, and --server-side needs a server; give only one")
+    for name, why in _ONLY_HERE.items():
+        if getattr(options, name) not in (None, False):
+            raise InvalidArgument(f"--{name.replace('_', '-')} is not for --server-side: {why}")
+    fingerprint, shown = _fingerprint(options), _Shown(options.quiet)
+    target = _Target(Path(options.input), Path(options.output), fingerprint, options.overwrite)
+    with _server(options) as client:
+        create = partial(
+            client.batches.create, options.input, ordered=options.ordered, max_errors=options.max_errors,
+            request_id=fingerprint,
+        )  # fmt: skip
+        created = create()
+        if options.overwrite and created.state in ("failed", "cancelled"):
+            client.batches.delete(created.batch_id)
+            created = create()
+        try:
+            for batch in client.batches.watch(created.batch_id):
+                shown.follow(batch)
+        finally:
+            shown.close()
+        if batch.problems:
+            for problem in batch.problems:
+                print(f"{options.input}: {problem}", file=sys.stderr)
+        elif batch.state != "completed":
+            print(f"saccade: batch {batch.batch_id} {batch.state}: {batch.message}", file=sys.stderr)
+            print("saccade: --overwrite starts it again from the first row", file=sys.stderr)
+        if batch.output_bytes:
+            target.begin(batch.batch_id)
+            client.batches.download(batch.batch_id, options.output, resume=True)
+        print(json.dumps(asdict(batch)), flush=True)
+        return batch
 
 
 class _Target:

@@ -33,30 +33,34 @@ def set_tools(
         raise InvalidArgument(f"tools: expected a list of tools, got {type(tools).__name__}")
     for i, tool in enumerate(tools):
         chat.tools.append(_tool_message(tool, f"tools[{i}]"))
-    names = [tool.name for tool in chat.tools]
+    if choice is not None:
+        _set_choice(chat.tool_choice, choice, [tool.name for tool in chat.tools])
+    if parallel is not None:
+        chat.parallel_tool_calls = check_flag("parallel_tool_calls", parallel)
+
+
+def _set_choice(message: types_pb2.ToolChoice, choice: ToolChoice, names: Sequence[str]) -> None:
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        _set_allowed(chat.tool_choice, choice, names)
-        choice = None
-    elif isinstance(choice, Mapping):
+        _set_allowed(message, choice, names)
+        return
+    if isinstance(choice, Mapping):
         name = _function(choice, "tool_choice").get("name")
         if not isinstance(name, str):
             raise InvalidArgument("tool_choice: expected the name of a function")
-        choice = name
-    elif not isinstance(choice, str | None):
+    elif not isinstance(choice, str):
         raise InvalidArgument(f"tool_choice: expected a string or a dict, got {type(choice).__name__}")
-    elif choice in MODES and choice is not None:
+    elif choice in MODES:
         if choice == "required" and not names:
             raise InvalidArgument("tool_choice: required needs one tool or more, got none")
-        chat.tool_choice.mode = MODES[choice]
-        choice = None
-    if choice is not None:
-        if choice not in names:
-            raise InvalidArgument(
-                f"tool_choice: {choice!r} is neither auto, none, required nor one of the {len(names)} tools"
-            )
-        chat.tool_choice.name = choice
-    if parallel is not None:
-        chat.parallel_tool_calls = check_flag("parallel_tool_calls", parallel)
+        message.mode = MODES[choice]
+        return
+    else:
+        name = choice
+    if name not in names:
+        raise InvalidArgument(
+            f"tool_choice: {name!r} is neither auto, none, required nor one of the {len(names)} tools"
+        )
+    message.name = name
 
 
 def _set_allowed(message: types_pb2.ToolChoice, choice: Mapping[str, Any], names: Sequence[str]) -> None:

@@ -192,18 +192,8 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def chat_of(body: CountTokens) -> ChatCompletion:
     """The same request as a chat completion."""
-    messages: list[dict[str, Any]] = []
     continues = _continues(body.messages[-1], f"messages[{len(body.messages) - 1}].content")
-    if body.system is not None:
-        text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
-        messages.append({"role": "system", "content": text})
-    for i, message in enumerate(body.messages):
-        if message.content:
-            _add_message(messages, message)
-        elif message.role != "assistant" or i + 1 < len(body.messages):  # an empty last one begins the answer
-            raise InvalidArgument(
-                f"messages[{i}].content: expected content; only a final assistant message may be empty"
-            )
+    messages = _messages(body)
     options: dict[str, Any] = {
         "model": body.model, "continue_final_message": continues or None, "late_system_as_user": True
     }  # fmt: skip
@@ -234,6 +224,21 @@ def chat_of(body: CountTokens) -> ChatCompletion:
             options["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     given = {name: value for name, value in options.items() if value is not None}
     return validated(ChatCompletion, {"messages": messages, **given})
+
+
+def _messages(body: CountTokens) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if body.system is not None:
+        text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
+        messages.append({"role": "system", "content": text})
+    for i, message in enumerate(body.messages):
+        if message.content:
+            _add_message(messages, message)
+        elif message.role != "assistant" or i + 1 < len(body.messages):  # an empty last one begins the answer
+            raise InvalidArgument(
+                f"messages[{i}].content: expected content; only a final assistant message may be empty"
+            )
+    return messages
 
 
 def _continues(last: AnthropicMessage, name: str) -> bool:

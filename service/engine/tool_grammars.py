@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from families.tool_literals import KEYWORD
 from families.tool_values import TYPES, typed
@@ -176,34 +176,15 @@ class ToolGrammar:
             return self._raw(".*", "")
         if not isinstance(schema, dict) or "x-guidance" in schema:
             raise ValueError(f"{where}: this schema is not implemented in this markup")
-        choices = schema.get("anyOf", schema.get("oneOf"))
-        if isinstance(choices, list) and len(schema.keys() - _ANNOTATIONS) == 1:
-            followed = [_followed(where, choice, definitions) for choice in choices]
-            strings = [choice for choice in followed if _kind(choice) == "string"]
-            others = [choice for choice in followed if _kind(choice) not in ("string", "null")]
-            if strings and not others:
-                if "oneOf" in schema:
-                    _check_disjoint(where, strings)
-                nulls = ["null"] * (len(strings) < len(followed))
-                return self._one_of(where, strings, nulls)
-        types, values = schema.get("type"), _listed(schema)
-        if _kind(schema) != "string" and any(isinstance(value, str) for value in values):
+        if (strings := _strings(where, schema, definitions)) is not None:
+            rules = [self._string(where, each) for each in strings.schemas]
+            return self._rule(" | ".join([*rules, *([self._texts(where, ["null"])] if strings.or_null else [])]))
+        values = _listed(schema)
+        if any(isinstance(value, str) for value in values):
             return self._mixed(where, schema, values)
-        if isinstance(types, list) and "string" in types and not schema.keys() & {"enum", "const"}:
-            if set(types) - {"string", "null"}:
-                raise ValueError(
-                    f"{where}: a string, and {', '.join(sorted(set(types) - {'string'}))}, look alike here"
-                )
-            return self._one_of(where, [{**schema, "type": "string"}], ["null"] * ("null" in types))
-        if _kind(schema) == "string":
-            return self._one_of(where, [schema], [])
         if _may_be_string(where, schema, definitions):
             raise ValueError(f"{where}: a union of strings with other types cannot be told apart in this markup")
         return self._rule(f"{self._json({**schema, **definitions})} {quoted(_CLOSE)}")
-
-    def _one_of(self, where: str, strings: list[dict[str, Any]], others: list[str]) -> str:
-        rules = [self._string(where, schema) for schema in strings]
-        return self._rule(" | ".join([*rules, *([self._texts(where, others)] if others else [])]))
 
     def _mixed(self, where: str, schema: Mapping[str, Any], values: list[Any]) -> str:
         """The rule for one of several values, some of them strings. A string that looks like another value would be
@@ -307,6 +288,33 @@ def _length(where: str, schema: Mapping[str, Any], keyword: str) -> int | None:
 def _check_alone(where: str, schema: Mapping[str, Any]) -> None:
     if len(schema.keys() - _ANNOTATIONS - {"type"}) > 1:
         raise ValueError(f"{where}: enum with further keywords is not implemented")
+
+
+class _Strings(NamedTuple):
+    schemas: list[dict[str, Any]]
+    or_null: bool
+
+
+def _strings(where: str, schema: dict[str, Any], definitions: Mapping[str, Any]) -> _Strings | None:
+    """The schemas of the strings of which a schema consists, and whether null is allowed beside them; None if other
+    values are, or if the schema lists values of several types."""
+    if _kind(schema) == "string":
+        return _Strings([schema], or_null=False)
+    types = schema.get("type")
+    if isinstance(types, list) and "string" in types and not schema.keys() & {"enum", "const"}:
+        if set(types) - {"string", "null"}:
+            raise ValueError(f"{where}: a string, and {', '.join(sorted(set(types) - {'string'}))}, look alike here")
+        return _Strings([{**schema, "type": "string"}], or_null="null" in types)
+    choices = schema.get("anyOf", schema.get("oneOf"))
+    if not isinstance(choices, list) or len(schema.keys() - _ANNOTATIONS) != 1:
+        return None
+    followed = [_followed(where, choice, definitions) for choice in choices]
+    strings = [choice for choice in followed if _kind(choice) == "string"]
+    if not strings or any(_kind(choice) not in ("string", "null") for choice in followed):
+        return None
+    if "oneOf" in schema:
+        _check_disjoint(where, strings)
+    return _Strings(strings, or_null=len(strings) < len(followed))
 
 
 def _check_disjoint(where: str, strings: list[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -186,16 +186,7 @@ class _Download:
         if info.siblings is None:  # as some mirrors answer
             names = self._ask(lambda: self._api.list_repo_files(self.model, revision=self.commit))
         snapshot = self.repository / "snapshots" / self.commit
-        small = [name for name in names if name.endswith(SMALL) and name.rpartition("/")[0] in ("", TEMPLATES)]
-        if self.kind == "adapter":
-            small = [name for name in names if name == ADAPTER_CONFIG]  # the others are of a tokenizer, or of training
-        if (needed := CONFIGS[self.kind]) not in small:
-            what = "a model" if self.kind == "model" else "an adapter"
-            hint = "; name its base model, and it with --adapter" if ADAPTER_CONFIG in names else ""
-            if any(name.endswith(GGUF) for name in names) and not hint:
-                hint = f"; its GGUF files have to be downloaded: {how_to_convert('FILE.gguf')}"
-            raise CheckpointError(f"{self.model!r} on {self.endpoint} is not {what}: it has no {needed}{hint}")
-        for name in small:
+        for name in self._small_files(names):
             self._fetch_small(name)
         self._check_served(snapshot)
         if not weights:
@@ -203,6 +194,21 @@ class _Download:
         self._fetch_weights([name for name in self._weights(snapshot, names) if not (snapshot / name).exists()])
         self._write_reference()
         return snapshot
+
+    def _small_files(self, names: Sequence[str]) -> list[str]:
+        """Those of the repository's files that are downloaded before its weights. CheckpointError if it has no model or
+        adapter."""
+        small = [name for name in names if name.endswith(SMALL) and name.rpartition("/")[0] in ("", TEMPLATES)]
+        if self.kind == "adapter":
+            small = [name for name in names if name == ADAPTER_CONFIG]  # the others are of a tokenizer, or of training
+        if (needed := CONFIGS[self.kind]) in small:
+            return small
+        what, hint = "a model" if self.kind == "model" else "an adapter", ""
+        if ADAPTER_CONFIG in names:
+            hint = "; name its base model, and it with --adapter"
+        elif any(name.endswith(GGUF) for name in names):
+            hint = f"; its GGUF files have to be downloaded: {how_to_convert('FILE.gguf')}"
+        raise CheckpointError(f"{self.model!r} on {self.endpoint} is not {what}: it has no {needed}{hint}")
 
     def _check_served(self, snapshot: Path) -> None:
         """Raises CheckpointError for a model or adapter that is not served."""
