@@ -147,7 +147,7 @@ def sizes_of(model: str, file: bytes) -> dict[str, int]:
     from encoder.images import decode_image
     from encoder.item import IMAGE
     from service.common.config import ServerOptions
-    from service.servers.limits import load_assets
+    from service.servers.from_options import load_assets
 
     vision = load_assets(ServerOptions(model=model)).vision
     if vision is None:

@@ -125,7 +125,7 @@ def ceiling(model: str, scale: float) -> dict[str, Any]:
     from running import RunningServer
 
     from service.common.config import ServerOptions
-    from service.servers.limits import load_assets
+    from service.servers.from_options import load_assets
 
     vocabulary = load_assets(ServerOptions(model=model)).config.decoder.vocab_size
     tokens, streams, readers = max(50, round(2000 * scale)), 32, 2

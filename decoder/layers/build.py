@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decoder.arena import Arena
-from decoder.arriving import ArrivingWeights
+from decoder.arriving_weights import ArrivingWeights
 from decoder.batch import Batch
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.attention import AttentionMixer

@@ -26,8 +26,8 @@ from service.common.option import is_local
 from service.encoding.encoder_pool import LinkOwner
 from service.encoding.entries import EncodingFailed, Work
 from service.encoding.items import bytes_of, item_to_proto, pieces, write_bytes
+from service.encoding.largest_item import Largest
 from service.encoding.partner import Partner, PartnerRefused
-from service.encoding.window import Largest
 
 log = logging.getLogger(__name__)
 

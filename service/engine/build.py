@@ -19,8 +19,8 @@ from service.common.config import EngineOptions, ServerOptions
 from service.encoding.encoder import TIME_SLICE_SECONDS, Encoding, LocalEncoder, WorkSource
 from service.encoding.encoder_pool import EncoderPool
 from service.encoding.handoff import Handoff
+from service.encoding.largest_item import Largest, check_messages, check_window, largest_item
 from service.encoding.partner import Partner, partner_of
-from service.encoding.window import Largest, check_messages, check_window, largest_item
 from service.engine.checks import check_images, check_instruction_set, check_model, check_role, check_segment
 from service.engine.constraining import Constraining
 from service.engine.engine import Engine

@@ -34,9 +34,9 @@ from service.model.resolve import checkpoint_of
 from service.rpc.interceptor import DoorInterceptor
 from service.servers.credentials import server_credentials
 from service.servers.exposure import channel_options, check_exposure, listen
+from service.servers.from_options import byte_budget, door_limits
 from service.servers.health import SetHealth, add_standard_services
 from service.servers.lifetime import stop_signals, until_stopped
-from service.servers.limits import byte_budget, door_limits
 from service.telemetry.access_log import AccessLog
 from service.telemetry.metrics import make_metrics
 from service.telemetry.sizes import SizesFile, check_sizes_file

@@ -25,8 +25,8 @@ from service.common.config import ServerOptions
 from service.common.helper_process import STOP_HELPER, ignore_stop_signals, log_level, log_to_stderr
 from service.engine.engine_client import EngineLink
 from service.engine.types import EngineInfo
+from service.servers.from_options import load_assets
 from service.servers.lifetime import started, stop_signals, stop_when_told
-from service.servers.limits import load_assets
 from service.servers.server import Server
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from service.common.settings import from_keywords
 from service.engine.engine_thread import EngineThread
 from service.media.patches import local_processor
 from service.model.hub import fetched
-from service.servers.limits import frontend_limits, load_assets
+from service.servers.from_options import frontend_limits, load_assets
 
 SERVER_ONLY = re.compile(
     "host|port|frontends|insecure|api_keys|admin|vllm_engine|otlp_endpoint|sizes_file|log_json|"

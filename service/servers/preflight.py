@@ -19,8 +19,8 @@ from service.http.listen import bind, check_packages
 from service.media.fetch import make_fetcher
 from service.servers.credentials import server_credentials
 from service.servers.exposure import check_exposure
-from service.servers.limits import frontend_limits
-from service.servers.processes import check_processes
+from service.servers.from_options import frontend_limits
+from service.servers.process_memory import check_process_memory
 from service.telemetry.metrics import check_installed
 from service.telemetry.sizes import check_sizes_file
 from service.telemetry.tracing import check_endpoint
@@ -32,7 +32,7 @@ def check_options(options: ServerOptions) -> None:
     warn_of_unused(options)
     check_exposure(options)
     if options.role != "encoder":
-        check_processes(options)
+        check_process_memory(options)
     server_credentials(options)
     channel_credentials(options)
     if _several(options):
@@ -41,7 +41,9 @@ def check_options(options: ServerOptions) -> None:
         watch_keys(options.api_keys)
     check_sizes_file(options)
     if options.role == "encoder":
-        from service.encoding.window import check_messages  # imported here: it needs torch, and a frontend does not
+        from service.encoding.largest_item import (
+            check_messages,  # imported here: it needs torch, and a frontend does not
+        )
 
         check_messages(options)
     else:

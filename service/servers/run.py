@@ -10,10 +10,10 @@ from service.engine.engine_client import Loading, SupervisedEngine
 from service.media.image_pool import ImagePool
 from service.model.assets import ModelAssets
 from service.model.hub import fetched
+from service.servers.from_options import load_assets, make_image_pool
 from service.servers.frontends import serve_frontends
 from service.servers.http_process import http_beside
 from service.servers.lifetime import run_to_end, started, stop_signals, unless_stopped, until_stopped
-from service.servers.limits import load_assets, make_image_pool
 from service.servers.preflight import check_options
 from service.servers.server import Server
 

@@ -50,8 +50,8 @@ from service.rpc.servicer import InferenceServicer, MediaServicer, ModelServicer
 from service.rpc.statuses import has_details
 from service.servers.credentials import server_credentials
 from service.servers.exposure import channel_options, check_exposure, listen
+from service.servers.from_options import byte_budget, door_limits, frontend_limits, make_image_pool
 from service.servers.health import SetHealth, add_standard_services
-from service.servers.limits import byte_budget, door_limits, frontend_limits, make_image_pool
 from service.servers.preflight import gateway
 from service.servers.stores import open_batch_store, open_spool
 from service.telemetry.access_log import AccessLog

@@ -12,7 +12,7 @@ from tiny_decoder import random_weights
 from torch import Tensor
 
 from decoder.arena import Arena
-from decoder.arriving import ArrivingWeights
+from decoder.arriving_weights import ArrivingWeights
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.build import BuiltLayer, build_layers
 from decoder.layers.descriptions import Experts, Mlp

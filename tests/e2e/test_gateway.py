@@ -23,7 +23,7 @@ import saccade
 from benchmarks.gateway import ARGUMENTS, chat, gateway, hit_rate, image_messages, text_messages
 from benchmarks.replicas import flush
 from service.commands.server_process import ServerProcess
-from service.servers.limits import load_assets
+from service.servers.from_options import load_assets
 
 pytest.importorskip("smg_grpc_proto", reason="smg-grpc-proto is not installed")
 needs_smg = pytest.mark.skipif(

@@ -18,7 +18,7 @@ import saccade.errors
 from service.common.config import ConfigError, ServerOptions
 from service.engine.engine_client import EngineProcess
 from service.engine.types import EngineHandle
-from service.servers.limits import load_assets
+from service.servers.from_options import load_assets
 from service.servers.server import Server
 
 

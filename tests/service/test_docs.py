@@ -17,14 +17,14 @@ from service.common.config import HttpFrontOptions, ServerOptions
 from service.encoding.encoder_pool import EncoderPool
 from service.encoding.grpc_link import GrpcLink
 from service.encoding.handoff import Handoff
+from service.encoding.largest_item import Largest
 from service.encoding.process_link import ProcessLink
-from service.encoding.window import Largest
 from service.engine.engine_thread import EngineThread
 from service.http.call import Front
 from service.http.metrics import exposition
 from service.servers.encoder_process import REPORTED
 from service.servers.encoder_server import EncoderServer, EncoderThread
-from service.servers.limits import load_assets
+from service.servers.from_options import load_assets
 from service.servers.server import Server
 from service.telemetry.metric_names import METRICS
 from service.telemetry.metrics import engine_metrics

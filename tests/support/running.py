@@ -24,7 +24,7 @@ from service.media.patches import Patcher
 from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
 from service.servers.encoder_server import EncoderServer, EncoderThread
-from service.servers.limits import frontend_limits, load_assets
+from service.servers.from_options import frontend_limits, load_assets
 from service.servers.server import Server
 
 T = TypeVar("T")

@@ -35,7 +35,7 @@ from service.common.types import (
 from service.engine.types import EngineEvent, EngineRequest
 from service.media.patches import local_processor
 from service.model.assets import ModelAssets
-from service.servers.limits import load_assets
+from service.servers.from_options import load_assets
 from service.telemetry.access_log import AccessLog
 from service.telemetry.call_context import CallInfo, set_current_call
 from service.telemetry.metrics import make_metrics

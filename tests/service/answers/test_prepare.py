@@ -44,7 +44,7 @@ from service.media.images import MediaLimits
 from service.media.patches import Patcher
 from service.model.assets import ModelAssets
 from service.model.chat import ChatTemplate
-from service.servers.limits import load_assets
+from service.servers.from_options import load_assets
 
 GREY = np.full((32, 32, 3), 99, np.uint8)
 

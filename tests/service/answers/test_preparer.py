@@ -18,7 +18,7 @@ from service.media.images import MediaLimits
 from service.media.patches import Patcher
 from service.media.prepared import PreparedItem
 from service.media.prepared_cache import PreparedCache
-from service.servers.limits import load_assets
+from service.servers.from_options import load_assets
 
 VISION = load_assets(ServerOptions()).vision
 assert VISION is not None

@@ -26,7 +26,7 @@ from service.common.types import (
 from service.engine.constraining import Constraining
 from service.model.assets import ModelAssets
 from service.model.chat import ChatTemplate
-from service.servers.limits import load_assets
+from service.servers.from_options import load_assets
 
 
 @pytest.fixture(scope="module")

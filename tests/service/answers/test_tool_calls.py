@@ -48,7 +48,7 @@ from service.engine.constraining import Constraining
 from service.model.assets import ModelAssets
 from service.model.chat import ChatTemplate
 from service.model.tokenizer import literal
-from service.servers.limits import load_assets
+from service.servers.from_options import load_assets
 
 TEMPLATE = (
     "{{ tools | tojson if tools else '' }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"

@@ -20,8 +20,8 @@ from service.encoding.entries import Work
 from service.encoding.grpc_link import GrpcLink, _Session, partner_to_proto
 from service.encoding.handoff import Handoff
 from service.encoding.items import PIECE_BYTES, bytes_of
+from service.encoding.largest_item import Largest
 from service.encoding.partner import PROTOCOL, Partner
-from service.encoding.window import Largest
 
 PARTNER = Partner(PROTOCOL, "tiny", "revision", "digest", "patches", "float32", 2)
 SMALL = 3 * 4 * 4

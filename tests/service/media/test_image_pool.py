@@ -44,7 +44,7 @@ from service.media.images import MediaLimits
 from service.media.media import Spool
 from service.media.patches import Patcher
 from service.media.prepared import SEALS, PreparedItem
-from service.servers.limits import load_assets
+from service.servers.from_options import load_assets
 
 LIMITS = MediaLimits(ImageLimits(max_pixels=3_000_000), VideoLimits(max_pixels=3_000_000, max_frames=20))
 VISION = load_assets(ServerOptions()).vision

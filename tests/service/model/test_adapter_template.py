@@ -10,7 +10,7 @@ from adapters import linear_layers, pair, write_adapter
 from served import TEMPLATE, make_served
 
 from service.common.config import ServerOptions
-from service.servers.limits import load_assets
+from service.servers.from_options import load_assets
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from decoder.arena import device_memory
 from kernels import cgroups as cgroups_module
 from kernels.machine_memory import machine_memory
 from service.common.config import ConfigError, ServerOptions
-from service.servers.processes import PROCESS_BYTES, check_processes
+from service.servers.process_memory import PROCESS_BYTES, check_process_memory
 
 PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 LIMIT = 3 << 20
@@ -83,6 +83,6 @@ def test_a_system_without_cgroups(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_the_limit_decides_the_arena_and_the_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     system(monkeypatch, tmp_path, "0::/\n", {"memory.max": f"{20 * PROCESS_BYTES}\n"})
     assert device_memory("cpu") == 20 * PROCESS_BYTES
-    check_processes(ServerOptions(image_workers=9))
+    check_process_memory(ServerOptions(image_workers=9))
     with pytest.raises(ConfigError, match="image_workers: 10 .* 2400 MiB of memory .* container; at most 9 fit"):
-        check_processes(ServerOptions(image_workers=10))
+        check_process_memory(ServerOptions(image_workers=10))

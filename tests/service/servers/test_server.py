@@ -26,9 +26,9 @@ from saccade.v1 import inference_pb2
 from service.common.config import ConfigError, ServerOptions
 from service.engine.types import EngineRequest
 from service.servers.exposure import channel_options
+from service.servers.from_options import byte_budget, door_limits
 from service.servers.frontends import share
 from service.servers.health import LIVENESS
-from service.servers.limits import byte_budget, door_limits
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 NAMES = ("", "saccade.v1.InferenceService", "saccade.v1.BatchService", "inference.GRPCInferenceService")

@@ -14,7 +14,7 @@ from encoder.media_limits import MAX_ASPECT
 from families.nemotron_h_omni.vision import RadioVision
 from families.qwen3_5.vision import QwenVision
 from families.qwen_media import Resizing
-from service.encoding.window import Largest, largest_item
+from service.encoding.largest_item import Largest, largest_item
 
 RADIO = RadioVision(video_target_num_patches=256, video_temporal_patch_size=2, max_num_patches=1024)
 VISIONS = {

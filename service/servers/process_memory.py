@@ -11,7 +11,7 @@ PROCESS_BYTES = 120 * 2**20
 40 MiB of its own, the process that its workers are forked from 150, a worker 8."""
 
 
-def check_processes(options: ServerOptions, memory: int | None = None) -> None:
+def check_process_memory(options: ServerOptions, memory: int | None = None) -> None:
     """Raises ConfigError if frontends and image workers would take more than half of the memory; the other half is for
     the model. `memory`: bytes; None: what this machine or container allows.
 

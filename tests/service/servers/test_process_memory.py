@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from service.common.config import ConfigError, ServerOptions
-from service.servers.processes import PROCESS_BYTES, check_processes
+from service.servers.process_memory import PROCESS_BYTES, check_process_memory
 
 MEMORY = 2 * 30 * PROCESS_BYTES
 """A machine whose half holds 30 processes."""
@@ -16,7 +16,7 @@ MEMORY = 2 * 30 * PROCESS_BYTES
 
 @pytest.mark.parametrize(("frontends", "workers"), [(1, 2), (10, 2), (10, 20), (1, 29), (4, 26)])
 def test_what_fits_is_accepted(frontends: int, workers: int) -> None:
-    check_processes(ServerOptions(frontends=frontends, image_workers=workers), MEMORY)
+    check_process_memory(ServerOptions(frontends=frontends, image_workers=workers), MEMORY)
 
 
 @pytest.mark.parametrize(
@@ -30,13 +30,13 @@ def test_what_fits_is_accepted(frontends: int, workers: int) -> None:
 )
 def test_what_does_not_fit_is_refused_with_the_number_that_does(frontends: int, workers: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_processes(ServerOptions(frontends=frontends, image_workers=workers), MEMORY)
+        check_process_memory(ServerOptions(frontends=frontends, image_workers=workers), MEMORY)
 
 
 def test_a_small_machine_runs_one_frontend_with_its_workers() -> None:
-    check_processes(ServerOptions(), PROCESS_BYTES)
+    check_process_memory(ServerOptions(), PROCESS_BYTES)
     with pytest.raises(ConfigError, match="at most 1 fit"):
-        check_processes(ServerOptions(frontends=2), PROCESS_BYTES)
+        check_process_memory(ServerOptions(frontends=2), PROCESS_BYTES)
 
 
 @pytest.mark.parametrize("option", [["--frontends", "100000"], ["--image-workers", "100000"]])
