@@ -30,6 +30,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "options": options.options,
     "options of http": options.http_options,
     "metrics": metrics.metrics,
+    "headline": results.headline,
     "comparison": results.overview,
     "processors beside vllm": summary.beside_vllm,
     "processors beside llama.cpp": summary.beside_llamacpp,

@@ -276,6 +276,21 @@ def memory() -> str:
     return "\n".join([*lines, "", machine_line(found)])
 
 
+def headline() -> str:
+    """For the README: how fast, compared with whom, where."""
+    vllm, transformers = (result(f"compare-{kind}-zen5") for kind in ("vllm", "transformers"))
+    beside_vllm, beside_transformers = (
+        "{:.1f} to {:.1f} times".format(*(choose(row["ratio"] for row in each["rows"]) for choose in (min, max)))
+        for each in (vllm, transformers)
+    )
+    machine = vllm["machine"]
+    return (
+        f"**How fast.** On {machine['cores']} cores of an {machine['processor']} processor (Zen 5), a hybrid model of "
+        f"116 M parameters is {beside_vllm} as fast as in vLLM's CPU build, and {beside_transformers} as fast as in "
+        "transformers, in each workload of [Speed](#speed)."
+    )
+
+
 def overview() -> str:
     """For the README: a row for each workload, compared with vLLM and transformers."""
     vllm, older, transformers = (result(f"compare-{kind}") for kind in ("vllm-zen5", "vllm-zen4", "transformers-zen5"))
