@@ -6,8 +6,8 @@ Starts a server without graphs, asks one question about one image, and records i
 (`sys.setprofile`) which function passes the image to which, as an argument or as a result. A module counts if one of
 its functions gets the image from another module and passes it to another. The image is one of its types (`FORMS`), the
 file's bytes, a tensor of its pixels, patches or rows, or a request or launch that contains one of these. Not counted:
-kernels, which compute on any tensor; modules that define the types (`TYPES`) or send any message; and the decoder's
-steps after `decoder/batch.py` has read the rows, where they are mixed with other rows.
+kernels, which compute on any tensor; modules that define the types (`TYPES`), send any message or run the event loop;
+and the decoder's steps after `decoder/batch.py` has read the rows, where they are mixed with other rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TYPES = (
     "service/common/types.py", "service/engine/types.py", "service/encoding/entries.py", "encoder/item.py",
     "decoder/request.py",
 )  # fmt: skip
-MESSAGES = ("service/common/channel.py", "service/rpc/interceptor.py")
+MESSAGES = ("service/common/channel.py", "service/rpc/interceptor.py", "service/servers/lifetime.py")
 ENDS = ("decoder/queues.py", "decoder/batch.py")
 """The modules where the decoder queues a request for its steps, and where it reads the rows."""
 STEPS = ("Sequence", "Row", "Step", "Batch", "Flight")
