@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from images import encoded
-from minicpm import assert_greedy, random_image
+from minicpm import Media, assert_greedy, random_image
 from PIL import Image
 
 import saccade
@@ -34,6 +35,26 @@ def pieces(images: Sequence[Image.Image], words: Sequence[str]) -> Content:
     """At most as many images as there are words less one, and the words, alternately."""
     padded = [*images, *(None,) * (len(words) - 1)]
     return [part for pair in zip(padded, words) for part in pair if part is not None]
+
+
+def pixels_of(image: Image.Image) -> torch.Tensor:
+    """`[H, W, 3]` uint8."""
+    return torch.from_numpy(np.array(image))
+
+
+def prepared(vision: VisionSpec | None, media: Sequence[Media], *, keep_bytes: bool = False) -> list[PreparedItem]:
+    """As an image worker makes them, in the order of the media."""
+    assert vision is not None
+    items = []
+    for item in media:
+        if isinstance(item, list):
+            assert (rule := vision.video_rule) is not None
+            clip = rule.patchify(item, torch.float32, keep_bytes=keep_bytes)
+            items.append(PreparedItem(clip, field="videos", frames=len(item), labels=tuple(rule.labels(len(item)))))
+        else:
+            image = vision.image_rule.patchify(pixels_of(item), torch.float32, keep_bytes=keep_bytes)
+            items.append(PreparedItem(image, field="images"))
+    return items
 
 
 def check_answers(

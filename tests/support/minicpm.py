@@ -251,6 +251,24 @@ def inputs_of(tiny: TinyMiniCPM, media: list[Media], text: str = "0<1 ") -> dict
     return tiny.inputs(rendered(media, text), images, [item for item in media if isinstance(item, list)])
 
 
+def check_media_answers(tiny: TinyMiniCPM, media: list[Media], text: str, **options: Any) -> None:
+    """The greedy answer about media, each followed by `text`, is transformers'. `options`: the engine's."""
+    content = [each for item in media for each in (part(item), {"type": "text", "text": text})]
+    never = {tiny.model.config.image_token_id: -1e9, tiny.model.config.video_token_id: -1e9}
+    inputs = inputs_of(tiny, media, text)
+    ids = inputs["input_ids"][0].tolist()
+    with saccade.LocalClient(tiny.path, dtype="float32", max_seqs=2, max_len=4096, threads=1, **options) as client:
+        for _ in range(2):  # the second time from the caches
+            answer = client.generate(
+                [{"role": "user", "content": content}], max_tokens=16, temperature=0, ignore_eos=True, logprobs=5,
+                logit_bias=never,
+            )  # fmt: skip
+            assert answer.usage.prompt_tokens == len(ids)
+            assert answer.usage.video_tokens == ids.count(tiny.model.config.video_token_id)
+            assert answer.usage.video_frames == sum(len(item) for item in media if isinstance(item, list))
+            assert_greedy(answer, tiny.logits(ids + answer.token_ids[:-1], inputs)[len(ids) - 1 :], list(never))
+
+
 def assert_greedy(answer: saccade.Generation, logits: torch.Tensor, never: Sequence[int]) -> None:
     """`logits`: transformers', `[tokens of the answer, V]`; `never`: tokens that could not be drawn."""
     expected, scale = torch.log_softmax(logits, -1), max(float(logits.abs().max()), 1.0)

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from cut_images import (
@@ -20,6 +19,7 @@ from cut_images import (
     check_rows,
     check_same_answer,
     pieces,
+    prepared,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +36,6 @@ import saccade
 from families import CheckpointError
 from families.lfm2_vl.tiling import Tiling
 from families.lfm2_vl.vision import TiledVision
-from service.media.prepared import PreparedItem
 from service.model.modelconfig import load_config
 
 GREEDY = 16
@@ -55,20 +54,10 @@ def rendered(content: Content) -> str:
     return f"<|startoftext|><|im_start|>user\n{inner}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def tensor_of(image: Image.Image) -> torch.Tensor:
-    return torch.from_numpy(np.array(image))
-
-
 def vision_of(tiny: TinyLfm) -> TiledVision:
     vision = load_config(tiny.path).vision
     assert isinstance(vision, TiledVision)
     return vision
-
-
-def prepared(vision: TiledVision, images: list[Image.Image], *, keep_bytes: bool = False) -> list[PreparedItem]:
-    rule = vision.image_rule
-    items = [rule.patchify(tensor_of(image), torch.float32, keep_bytes=keep_bytes) for image in images]
-    return [PreparedItem(item, field="images") for item in items]
 
 
 def tiling_of(settings: dict[str, Any]) -> Tiling:

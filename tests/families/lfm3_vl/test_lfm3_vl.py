@@ -9,11 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from compiled import UNAVAILABLE
-from cut_images import INFO, check_rows, check_same_answer
+from cut_images import INFO, check_rows, check_same_answer, prepared
 from lfm3_vl import RELEASED, TinyLfm3, make_lfm3, rendered
 from minicpm import Media, assert_greedy, part, random_image, random_media
 from preempted import check_rows_preempted
@@ -31,7 +30,6 @@ from families import CheckpointError
 from families.lfm3_vl.vision import GridVision
 from service.answers.prompts import prompt_ids, widen
 from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
-from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
 from service.model.checkpoint import Checkpoint
 from service.model.modelconfig import load_config
@@ -60,21 +58,6 @@ def torchvision_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_words(media: list[Media]) -> list[Media | str]:
     return [each for item in media for each in (item, WORDS)]
-
-
-def prepared(vision: GridVision, media: list[Media], *, keep_bytes: bool = False) -> list[PreparedItem]:
-    """In the order of the media."""
-    items = []
-    for item in media:
-        if isinstance(item, list):
-            clip = vision.video_rule.patchify(item, torch.float32, keep_bytes=keep_bytes)
-            labels = tuple(vision.video_rule.labels(len(item)))
-            items.append(PreparedItem(clip, field="videos", frames=len(item), labels=labels))
-        else:
-            pixels = torch.from_numpy(np.array(item))
-            image = vision.image_rule.patchify(pixels, torch.float32, keep_bytes=keep_bytes)
-            items.append(PreparedItem(image, field="images"))
-    return items
 
 
 @pytest.mark.parametrize("seed", range(10))

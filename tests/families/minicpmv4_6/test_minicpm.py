@@ -21,6 +21,7 @@ from cut_images import (
     check_rows,
     check_same_answer,
     pieces,
+    prepared,
 )
 from images import encoded
 from minicpm import IMAGE, TinyMiniCPM, make_minicpm, random_image
@@ -34,7 +35,6 @@ from encoder.item import EncoderItem
 from families import CheckpointError
 from families.minicpmv4_6.slicing import best_slices
 from families.minicpmv4_6.vision import SlicingVision
-from service.media.prepared import PreparedItem
 from service.model.modelconfig import load_config
 
 GREEDY = 16
@@ -46,14 +46,6 @@ def rendered(content: list[Image.Image | str]) -> str:
     """One user message, as the checkpoint's template writes it."""
     inner = "".join(part if isinstance(part, str) else IMAGE + "\n" for part in content)
     return f"<|im_start|>user\n{inner}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def prepared(tiny: TinyMiniCPM, images: list[Image.Image], *, keep_bytes: bool = False) -> list[PreparedItem]:
-    vision = load_config(tiny.path).vision
-    assert vision is not None
-    tensors = [torch.from_numpy(np.array(image)) for image in images]
-    items = [vision.image_rule.patchify(tensor, torch.float32, keep_bytes=keep_bytes) for tensor in tensors]
-    return [PreparedItem(item, field="images") for item in items]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -74,7 +66,7 @@ def test_pixels_and_input_ids_are_the_released_processors(tmp_path: Path, seed: 
     images = [random_image(rng) for _ in range(3)]
     content = pieces(images, WORDS)
     inputs = tiny.inputs(rendered(content), images)
-    media = prepared(tiny, images)
+    media = prepared(load_config(tiny.path).vision, images)
     patch = tiny.model.config.vision_config.patch_size
     grids = [grid for item in media for grid in item.layout.grids]
     assert grids == [tuple(size) for size in inputs["target_sizes"].tolist()]
@@ -101,7 +93,7 @@ def test_large_images_as_released_settings_cut_them(tmp_path: Path) -> None:
     ]:
         image = Image.fromarray(np.full((height, width, 3), rng.randrange(256), np.uint8))
         inputs = tiny.processor._process_images([image], return_tensors="pt", downsample_mode=tiny.mode)[0]
-        (item,) = prepared(tiny, [image])
+        (item,) = prepared(load_config(tiny.path).vision, [image])
         assert list(item.layout.grids) == [tuple(size) for size in inputs["target_sizes"].tolist()]
         assert item.layout.slices == tuple(inputs["grids"][0])
         assert item.layout.tokens <= load_config(tmp_path).vision.max_image_tokens or max(height, width) > 10 * min(
@@ -112,7 +104,8 @@ def test_large_images_as_released_settings_cut_them(tmp_path: Path) -> None:
 
 def items(tiny: TinyMiniCPM, seed: int) -> list[EncoderItem]:
     rng = random.Random(seed)
-    return [item.encoder_item for item in prepared(tiny, [random_image(rng) for _ in range(5)])]
+    images = [random_image(rng) for _ in range(5)]
+    return [item.encoder_item for item in prepared(load_config(tiny.path).vision, images)]
 
 
 @pytest.mark.parametrize("where", ["process", "host"])
@@ -152,10 +145,10 @@ def test_packed_or_alone_by_graph_or_not_the_rows_are_transformers(tmp_path: Pat
 
 
 def test_bytes_become_the_same_numbers(tmp_path: Path) -> None:
-    tiny = make_minicpm(tmp_path, 3)
+    make_minicpm(tmp_path, 3)
     vision = load_config(tmp_path).vision
     assert vision is not None
-    check_bytes(tmp_path, vision, partial(prepared, tiny))
+    check_bytes(tmp_path, vision, partial(prepared, vision))
 
 
 @pytest.fixture(scope="module")

@@ -11,19 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from cut_images import prepared
 from hypothesis import example, given
 from hypothesis import strategies as st
 from images import encoded
 from minicpm import (
     Media,
     TinyMiniCPM,
-    assert_greedy,
+    check_media_answers,
     inputs_of,
     make_minicpm,
-    part,
     random_image,
     random_media,
     random_video,
@@ -47,12 +46,10 @@ from service.engine.types import EngineInfo
 from service.media.image_pool import ImagePool
 from service.media.images import MediaLimits
 from service.media.patches import Patcher
-from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
 from service.model.checkpoint import Checkpoint
 from service.model.modelconfig import load_config
 
-GREEDY = 16
 INFO = EngineInfo("tiny", "", 4096, 2, 4096, "float32")
 
 
@@ -66,42 +63,7 @@ def test_logits_and_greedy_tokens(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     tiny = make_minicpm(tmp_path, seed)
     media = random_media(rng)
-    content = [each for item in media for each in (part(item), {"type": "text", "text": "0<1 "})]
-    never = {tiny.model.config.image_token_id: -1e9, tiny.model.config.video_token_id: -1e9}
-    options: dict[str, Any] = {"max_chunk": rng.choice([None, 7]), "graphs": ("off", "on")[seed % 2]}
-    inputs = inputs_of(tiny, media)
-    ids = inputs["input_ids"][0].tolist()
-    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=4096, threads=1, **options) as client:
-        for _ in range(2):  # the second time from the caches
-            answer = client.generate(
-                [{"role": "user", "content": content}], max_tokens=GREEDY, temperature=0, ignore_eos=True, logprobs=5,
-                logit_bias=never,
-            )  # fmt: skip
-            assert answer.usage.prompt_tokens == len(ids)
-            assert answer.usage.video_tokens == ids.count(tiny.model.config.video_token_id)
-            assert answer.usage.video_frames == sum(len(item) for item in media if isinstance(item, list))
-            assert_greedy(answer, tiny.logits(ids + answer.token_ids[:-1], inputs)[len(ids) - 1 :], list(never))
-
-
-def prepared(tiny: TinyMiniCPM, media: list[Media], *, keep_bytes: bool = False) -> list[PreparedItem]:
-    """Images before videos, as a request lists them."""
-    vision = vision_of(tiny)
-    images = [
-        vision.image_rule.patchify(torch.from_numpy(np.array(item)), torch.float32, keep_bytes=keep_bytes)
-        for item in media
-        if not isinstance(item, list)
-    ]
-    rule = vision.video_rule
-    assert rule is not None
-    videos = [
-        PreparedItem(
-            rule.patchify(item, torch.float32, keep_bytes=keep_bytes), field="videos", frames=len(item),
-            labels=tuple(rule.labels(len(item))),
-        )
-        for item in media
-        if isinstance(item, list)
-    ]  # fmt: skip
-    return [PreparedItem(image, field="images") for image in images] + videos
+    check_media_answers(tiny, media, "0<1 ", max_chunk=rng.choice([None, 7]), graphs=("off", "on")[seed % 2])
 
 
 def vision_of(tiny: TinyMiniCPM) -> SlicingVision:
@@ -116,7 +78,7 @@ def test_pixels_and_input_ids_are_the_released_processors(tmp_path: Path, seed: 
     tiny = make_minicpm(tmp_path, seed)
     media = random_media(rng)
     inputs = inputs_of(tiny, media)
-    items = prepared(tiny, media)
+    items = prepared(vision_of(tiny), sorted(media, key=lambda item: isinstance(item, list)))  # images before videos
     videos = [item for item in items if item.frames]
     patch = tiny.model.config.vision_config.patch_size
     grids = [grid for item in videos for grid in item.layout.grids]
@@ -209,8 +171,8 @@ def test_packed_or_alone_in_bytes_or_floats_the_rows_are_transformers(tmp_path: 
     checkpoint, vision = Checkpoint(tmp_path), vision_of(tiny)
     rng = random.Random(seed)
     media: list[Media] = [random_image(rng), random_video(rng), random_video(rng)]
-    given_items = [item.encoder_item for item in prepared(tiny, media, keep_bytes=seed % 2 == 0)]
-    expected = [tiny.rows(item.encoder_item) for item in prepared(tiny, media)]
+    given_items = [item.encoder_item for item in prepared(vision, media, keep_bytes=seed % 2 == 0)]
+    expected = [tiny.rows(item.encoder_item) for item in prepared(vision, media)]
     weights = list(checkpoint.vision_weights())
     for graphs in ("off", "on"):
         options = EncoderOptions(dtype=torch.float32, graphs=graphs, max_images=2)

@@ -7,11 +7,10 @@ import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from minicpm import MARKERS, assert_greedy, inputs_of, make_minicpm, part, random_media
+from minicpm import MARKERS, check_media_answers, make_minicpm, part, random_media
 from qwen_vision import replace_torchvision
 from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import MiniCPMV4_7Model
 
@@ -22,7 +21,6 @@ from families.minicpmv4_7.positions import Markers, canvas_positions
 from families.minicpmv4_7.vision import CanvasVision
 from service.model.modelconfig import load_config
 
-GREEDY = 16
 IDS = Markers(90, 91, 92, 93, 94)
 IMAGE, VIDEO = 95, 96
 
@@ -35,19 +33,7 @@ def test_logits_and_greedy_tokens(tmp_path: Path, seed: int, monkeypatch: pytest
     tiny = make_minicpm(tmp_path, seed, canvas=True, moe=seed % 3 == 0)
     media = random_media(rng)
     text = rng.choice(["0<1 ", "\n", "\n\n"])
-    content = [each for item in media for each in (part(item), {"type": "text", "text": text})]
-    never = {tiny.model.config.image_token_id: -1e9, tiny.model.config.video_token_id: -1e9}
-    options: dict[str, Any] = {"max_chunk": rng.choice([None, 7]), "graphs": ("off", "on")[seed % 2]}
-    inputs = inputs_of(tiny, media, text)
-    ids = inputs["input_ids"][0].tolist()
-    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=4096, threads=1, **options) as client:
-        for _ in range(2):  # the second time from the caches
-            answer = client.generate(
-                [{"role": "user", "content": content}], max_tokens=GREEDY, temperature=0, ignore_eos=True, logprobs=5,
-                logit_bias=never,
-            )  # fmt: skip
-            assert answer.usage.prompt_tokens == len(ids)
-            assert_greedy(answer, tiny.logits(ids + answer.token_ids[:-1], inputs)[len(ids) - 1 :], list(never))
+    check_media_answers(tiny, media, text, max_chunk=rng.choice([None, 7]), graphs=("off", "on")[seed % 2])
 
 
 def random_prompt(rng: random.Random, merge: int) -> tuple[list[int], list[tuple[int, Grid]], list[int]]:

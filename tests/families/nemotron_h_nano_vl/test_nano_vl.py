@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from compiled import UNAVAILABLE
-from cut_images import INFO, check_rows, check_same_answer
+from cut_images import INFO, check_rows, check_same_answer, pixels_of, prepared
 from hypothesis import given
 from hypothesis import settings as tried
 from hypothesis import strategies as st
@@ -49,7 +48,6 @@ from families.nemotron_h_omni.vision import RadioVision
 from families.tool_calls import CALL_LIST
 from service.answers.prompts import prompt_ids, widen
 from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
-from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
 from service.model.checkpoint import Checkpoint
 from service.model.modelconfig import load_config
@@ -71,24 +69,6 @@ OPTIONS = pairwise(
         "video_pruning_rate": [0.0, 0.5],
     }
 )
-
-
-def prepared(vision: TiledVision, media: list[Media], *, keep_bytes: bool = False) -> list[PreparedItem]:
-    """In the order of the media."""
-    items = []
-    for item in media:
-        if isinstance(item, list):
-            clip = vision.video_rule.patchify(item, torch.float32, keep_bytes=keep_bytes)
-            labels = tuple(vision.video_rule.labels(len(item)))
-            items.append(PreparedItem(clip, field="videos", frames=len(item), labels=labels))
-        else:
-            found = vision.image_rule.patchify(pixels_of(item), torch.float32, keep_bytes=keep_bytes)
-            items.append(PreparedItem(found, field="images"))
-    return items
-
-
-def pixels_of(image: Image.Image) -> torch.Tensor:
-    return torch.from_numpy(np.array(image))
 
 
 def message(media: list[Media], text: str = WORDS) -> list[dict[str, Any]]:
