@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from images import encoded
 from minicpm import Media, assert_greedy, random_image
 from PIL import Image
+from running import RunningEncoder, RunningServer
 
 import saccade
 from encoder.item import EncoderItem
@@ -136,6 +138,19 @@ def check_same_answer(answer: saccade.Generation, expected: saccade.Generation, 
         assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
     for name in usage:
         assert getattr(answer.usage, name) == getattr(expected.usage, name) > 0
+
+
+def check_between_hosts(client: saccade.LocalClient, path: Path, prompt: Any, *usage: str, **media: Any) -> None:
+    """A server whose encoder is in another one answers as `client` does, which has the same model."""
+    common: dict[str, Any] = {**media, "max_tokens": 8, "temperature": 0.0, "logprobs": 1}
+    expected = client.generate(prompt, **common)
+    with ExitStack() as stack:
+        encoder = stack.enter_context(RunningEncoder(str(path), graphs="off"))
+        elsewhere: dict[str, Any] = {"role": "decoder", "encoders": (encoder.address,)}
+        server = stack.enter_context(RunningServer(str(path), max_len=2048, max_seqs=2, **elsewhere))
+        remote = stack.enter_context(saccade.Client(server.address))
+        answer = remote.generate(prompt, **common)
+    check_same_answer(answer, expected, *usage)
 
 
 def check_least_handoff(path: Path, vision: VisionSpec, size: tuple[int, int]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import torch
 from cut_images import (
     Content,
     check_answers,
+    check_between_hosts,
     check_bytes,
     check_least_handoff,
     check_prompts,
     check_rows,
-    check_same_answer,
     pieces,
     prepared,
 )
@@ -28,7 +27,6 @@ from lfm2_vl import IMAGE, NAMES, TinyLfm, make_lfm, random_settings, released_p
 from minicpm import byte_tokenizer, random_image
 from PIL import Image
 from qwen_vision import replace_torchvision
-from running import RunningEncoder, RunningServer
 from safetensors.torch import load_file
 from tiny_checkpoint import changed
 
@@ -160,18 +158,10 @@ def test_tiles_cross_between_hosts(tmp_path: Path, whole: bool) -> None:
     make_lfm(tmp_path, 7, special=True, use_thumbnail=whole, **settings)
     rng = random.Random(7)
     images = [encoded(random_image(rng)) for _ in range(3)]
-    common: dict[str, Any] = {"images": images, "max_tokens": 8, "temperature": 0.0, "logprobs": 1}
     with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1, graphs="off") as client:
-        expected = client.generate("what?", **common)
         layouts = client.tokenize("what?", images=images).media
         assert any(layout.slices_first and (layout.grid != (0, 0)) == whole for layout in layouts)
-    with ExitStack() as stack:
-        encoder = stack.enter_context(RunningEncoder(str(tmp_path), graphs="off"))
-        elsewhere: dict[str, Any] = {"role": "decoder", "encoders": (encoder.address,)}
-        server = stack.enter_context(RunningServer(str(tmp_path), max_len=2048, max_seqs=2, **elsewhere))
-        remote = stack.enter_context(saccade.Client(server.address))
-        answer = remote.generate("what?", **common)
-    check_same_answer(answer, expected, "image_tokens")
+        check_between_hosts(client, tmp_path, "what?", "image_tokens", images=images)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compiled import UNAVAILABLE
-from cut_images import INFO, check_rows, check_same_answer, prepared
+from cut_images import INFO, check_between_hosts, check_rows, prepared
 from lfm3_vl import RELEASED, TinyLfm3, make_lfm3, rendered
 from minicpm import Media, assert_greedy, part, random_image, random_media
 from preempted import check_rows_preempted
 from qwen_vision import replace_torchvision
-from running import RunningEncoder, RunningServer
 from safetensors.torch import load_file
 from speculation import pairwise
 from tiny_checkpoint import changed
@@ -194,16 +192,8 @@ def test_images_and_clips_cross_between_hosts(tmp_path: Path) -> None:
     make_lfm3(tmp_path, 3)
     content = [each for item in random_media(random.Random(2)) for each in (part(item), {"type": "text", "text": "?"})]
     prompt = [{"role": "user", "content": content}]
-    common: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "logprobs": 1}
     with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1, graphs="off") as client:
-        expected = client.generate(prompt, **common)
-    with ExitStack() as stack:
-        encoder = stack.enter_context(RunningEncoder(str(tmp_path), graphs="off"))
-        elsewhere: dict[str, Any] = {"role": "decoder", "encoders": (encoder.address,)}
-        server = stack.enter_context(RunningServer(str(tmp_path), max_len=2048, max_seqs=2, **elsewhere))
-        remote = stack.enter_context(saccade.Client(server.address))
-        answer = remote.generate(prompt, **common)
-    check_same_answer(answer, expected, "video_tokens")
+        check_between_hosts(client, tmp_path, prompt, "video_tokens")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from compiled import UNAVAILABLE
-from cut_images import INFO, check_rows, check_same_answer, pixels_of, prepared
+from cut_images import INFO, check_between_hosts, check_rows, pixels_of, prepared
 from hypothesis import given
 from hypothesis import settings as tried
 from hypothesis import strategies as st
@@ -34,7 +33,6 @@ from nano_vl import (
 from PIL import Image
 from preempted import check_rows_preempted
 from quantised_checkpoint import quantise_files
-from running import RunningEncoder, RunningServer
 from safetensors.torch import load_file, save_file
 from speculation import pairwise
 from tiny_checkpoint import changed
@@ -247,16 +245,8 @@ def test_images_and_clips_cross_between_hosts(tmp_path: Path) -> None:
     make_nano(tmp_path, 4, max_num_tiles=12)
     rng = random.Random(2)
     prompt = message([*random_media(rng), random_image(rng)])
-    common: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "logprobs": 1}
     with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1, graphs="off") as client:
-        expected = client.generate(prompt, **common)
-    with ExitStack() as stack:
-        encoder = stack.enter_context(RunningEncoder(str(tmp_path), graphs="off"))
-        elsewhere: dict[str, Any] = {"role": "decoder", "encoders": (encoder.address,)}
-        server = stack.enter_context(RunningServer(str(tmp_path), max_len=2048, max_seqs=2, **elsewhere))
-        remote = stack.enter_context(saccade.Client(server.address))
-        answer = remote.generate(prompt, **common)
-    check_same_answer(answer, expected, "video_tokens", "image_tokens")
+        check_between_hosts(client, tmp_path, prompt, "video_tokens", "image_tokens")
 
 
 def test_text_of_a_clip_has_the_times_of_its_frames() -> None:
