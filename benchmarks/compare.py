@@ -54,11 +54,11 @@ LIMITS = {
 }
 """For each of Saccade's instruction sets, the environment that limits vLLM and its libraries to the same. llama.cpp
 has a build for each."""
-PEER_WEIGHTS = {None: "bf16", "int8": "q8_0", "int4": "q4_0", "int4-32": "q4_0"}
+PEER_WEIGHTS = {None: "bf16", "int8": "q8_0", "int8-32": "q8_0", "int4": "q4_0", "int4-32": "q4_0"}
 """Saccade's kind of weights -> llama.cpp's type with as many bits. Both quantised types of llama.cpp have one scale per
-32 numbers; Saccade's int4-32 too, but int4 has one per 128 numbers and int8 one per row. llama.cpp multiplies them with
-int8 activations that have one scale per 32 numbers; Saccade's activations have 16 bits or, with `--activations int8`,
-8 bits and one scale per row."""
+32 numbers; Saccade's int8-32 and int4-32 too, but int4 has one per 128 numbers and int8 one per row. llama.cpp
+multiplies them with int8 activations that have one scale per 32 numbers; Saccade's activations have 16 bits or, with
+`--activations int8`, 8 bits and one scale per row."""
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     if arguments.peer == "llamacpp" and arguments.weights not in PEER_WEIGHTS:
-        parser.error(f"--weights {arguments.weights}: llama.cpp has no such type; use int8, int4 or int4-32")
+        parser.error(f"--weights {arguments.weights}: llama.cpp has no such type; use int8, int8-32, int4 or int4-32")
     return arguments
 
 

@@ -59,7 +59,9 @@ BITS = {
     Kind.FP8: 8,
     Kind.NVFP4: 4.5,
     Kind.UINT4: 4,
+    Kind.UINT8: 8,
 }
+BYTE_ROWS = (Kind.BYTES, Kind.SUMMED_BYTES)
 
 
 @dataclass
@@ -143,7 +145,7 @@ class Profile:
             part.seconds += seconds
             part.bytes += amount
             part.flops += flops
-            part.bf16_flops += flops / (2 if op.code == Code.LINEAR and op.weight.operand == Kind.BYTES else 1)
+            part.bf16_flops += flops / (2 if op.code == Code.LINEAR and op.weight.operand in BYTE_ROWS else 1)
 
         native.on_operation = hear
         started = time.perf_counter()

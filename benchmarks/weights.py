@@ -1,7 +1,7 @@
 """Speed by kind of weights: Saccade's server with each kind, in turn, in one run.
 
     python -m benchmarks.weights [--family nemotron_h|qwen3_5] [--shape 116m|600m|1500m|moe]
-                                 [--kinds bfloat16,fp8,nvfp4,int8,int8+int8,int4,int4-32]
+                                 [--kinds bfloat16,fp8,nvfp4,int8,int8+int8,int8-32,int4,int4-32]
                                  [--peers q8_0,q4_0] [--concurrent 1,32] [--prompts 1x1024,32x128]
                                  [--new-tokens 64] [--rounds 3] [--write] [--label zen5]
 
@@ -29,7 +29,7 @@ from benchmarks.sides import TURN, Ours, Peer, turn
 from benchmarks.sized_models import SHAPES, SMALLEST
 from benchmarks.workloads import PROMPT, SUBJECTS, Workload, prompt_sizes, sized, text_workload, workloads
 
-KINDS = ("bfloat16", "fp8", "nvfp4", "int8", "int8+int8", "int4", "int4-32")
+KINDS = ("bfloat16", "fp8", "nvfp4", "int8", "int8+int8", "int8-32", "int4", "int4-32")
 SAME_PROMPTS = 32
 """Prompts whose first tokens are compared."""
 

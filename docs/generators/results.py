@@ -134,12 +134,20 @@ KINDS = {
     "vllm-avx2": ("vLLM", "116 M parameters, AVX2 on both sides"),
     "llamacpp": ("llama.cpp", "116 M parameters, bfloat16"),
     "llamacpp-int8": ("llama.cpp", "116 M parameters, int8, beside Q8_0"),
+    "llamacpp-int8-32-activations-int8": (
+        "llama.cpp",
+        "116 M parameters, int8 in groups of 32 with activations in int8, as llama.cpp has them, beside Q8_0",
+    ),
     "llamacpp-int4-32": ("llama.cpp", "116 M parameters, int4 in groups of 32, beside Q4_0"),
     "llamacpp-int4-32-activations-int8": (
         "llama.cpp",
         "116 M parameters, int4 in groups of 32 with activations in int8, as llama.cpp has them, beside Q4_0",
     ),
     "llamacpp-int8-avx2": ("llama.cpp", "116 M parameters, int8, beside Q8_0, AVX2 on both sides"),
+    "llamacpp-int8-32-activations-int8-avx2": (
+        "llama.cpp",
+        "116 M parameters, int8 in groups of 32 with activations in int8, beside Q8_0, AVX2 on both sides",
+    ),
     "llamacpp-int4-32-activations-int8-avx2": (
         "llama.cpp",
         "116 M parameters, int4 in groups of 32 with activations in int8, beside Q4_0, AVX2 on both sides",

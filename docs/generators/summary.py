@@ -15,6 +15,7 @@ OTHERS = {
     "qwen3_5-vllm-prompts": "Qwen3.5 0.8B, prompts, beside vLLM",
     "llamacpp-moe": "3 B in experts, beside llama.cpp",
     "llamacpp-int8": "116 M in int8, beside llama.cpp with Q8_0",
+    "llamacpp-int8-32-activations-int8": "116 M in int8 in groups of 32, beside llama.cpp with Q8_0",
     "llamacpp-int4-32-activations-int8": "116 M in int4, beside llama.cpp with Q4_0",
     "vllm-avx512vnni": "116 M, AVX-512 without bfloat16 on both sides, beside vLLM",
     "vllm-avx2": "116 M, AVX2 on both sides, beside vLLM",
@@ -66,7 +67,8 @@ def beside_llamacpp() -> str:
 
 
 def others() -> str:
-    """The smallest and the largest ratio of the workloads of other models, formats and instruction sets."""
+    """The smallest and the largest ratio of the workloads of other models, formats and instruction sets that have been
+    measured."""
     lines = _head(list(PROCESSORS.values()))
     for kind, title in OTHERS.items():
         cells = []
@@ -75,7 +77,8 @@ def others() -> str:
             rows = results.result(name)["rows"] if results.exists(name) else []
             ratios = sorted(row["ratio"] for row in rows)
             cells.append(f"{ratios[0]:.1f} to {ratios[-1]:.1f} x" if ratios else "-")
-        lines.append(f"| {title} | {' | '.join(cells)} |")
+        if set(cells) != {"-"}:
+            lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

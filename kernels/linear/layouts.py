@@ -18,20 +18,23 @@ from kernels.native.structs import GROUP, PANEL, SUMMED, Compacting, Packing
 
 STEPS = {
     Kind.F32: 1, Kind.BF16: 2, Kind.COMPACT_BF16: 2, Kind.INT8: 16, Kind.INT4: GROUP,
-    Kind.FP8: 8, Kind.NVFP4: 16, Kind.UINT4: 8,
+    Kind.FP8: 8, Kind.NVFP4: 16, Kind.UINT4: 8, Kind.UINT8: 8,
 }  # fmt: skip
-"""The number of inputs is padded to a multiple of these; for the last three kinds it must be a multiple already."""
+"""The number of inputs is padded to a multiple of these, or, if rows are `SUMMED_BYTES`, of `GROUP`. For the last four
+kinds and other rows it must be a multiple already."""
 GATES = 16
 """In a gated weight, this many gates alternate with the outputs that they gate."""
 MOST_INPUTS = 131_071
 """Largest number of inputs of an int8 or int4 weight: sums of products of bytes must fit 32 bits."""
-MOST_SHIFTED = 8192
-"""Largest number of inputs in an int4 group with zero points: its sums with int8 rows must be exact in float32."""
+MOST_SHIFTED = 65_535
+"""Largest number of inputs in a group with zero points: sums of products of 255 and 127 must fit 32 bits."""
 EXCEPTIONS = 1024
 """A bfloat16 weight is compact if at most one in this many elements has an exponent outside its panel's 16 exponents.
 """
 PIECE = 1 << 21
 """Elements of a weight that are converted at a time, before the pages that they were read from are dropped."""
+_GROUPED = {"int8": Kind.UINT8, "int4": Kind.INT4}
+"""How a weight is stored whose groups are multiplied with rows of integers."""
 MULTIPLIED = (torch.bfloat16, torch.float32)
 """Dtypes of plain weights and of rows."""
 
@@ -71,8 +74,8 @@ def lay_out(
     """Converts a weight with `torch.get_num_threads()` threads. Besides the result, this takes memory for scales and
     for one piece of `PIECE` elements.
 
-    `dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16. `gated`: the
-    first half of the rows are gates of the second, and they are interleaved; not for plain float32. `int8_rows`: an
+    `dtype`: of the rows that an fp8, nvfp4 or grouped integer weight is multiplied with, float32 or bfloat16. `gated`:
+    the first half of the rows are gates of the second, and they are interleaved; not for plain float32. `int8_rows`: an
     int8 or int4 weight is multiplied with rows in int8. `compact`: whether a bfloat16 weight is stored in 12 bits per
     element, if at most one element in `EXCEPTIONS` is an exception; the results of products are bitwise equal. None
     stores it so if the instruction set in use is faster with it. Columns keep their stored order; the caller must
@@ -95,31 +98,29 @@ def _of_floats(weight: Tensor, order: Tensor | None, compact: bool | None) -> La
         assert order is None
         return Layout(Kind.F32, Kind.F32, weight.detach().contiguous())
     short = _compact(weight, order) if (compact_weights() if compact is None else compact) else None
-    return short or Layout(Kind.BF16, Kind.BF16, _pack(weight, Kind.BF16, order))
+    return short or Layout(Kind.BF16, Kind.BF16, _pack(weight, Kind.BF16, Kind.BF16, order))
 
 
 def _of_integers(weight: Quantised, order: Tensor | None, int8_rows: bool) -> Layout:
     """The layout of an int8 or int4 weight that is multiplied with rows of integers."""
     if weight.in_features > MOST_INPUTS:
         raise NativeUnavailable(f"{weight.in_features} inputs are more than the {MOST_INPUTS} that 32 bits can sum")
-    if weight.kind == "int8":
-        if is_summed(weight):
-            raise NativeUnavailable("no compiled product for int8 weights in groups")
+    if weight.kind == "int8" and not is_summed(weight):
         rows = Kind.BYTES if int8_rows else Kind.INT8
-        return Layout(Kind.INT8, rows, _pack(weight, Kind.INT8, order), _of_outputs(weight.scale[:, 0], order))
+        return Layout(Kind.INT8, rows, _pack(weight, Kind.INT8, rows, order), _of_outputs(weight.scale[:, 0], order))
     if int8_rows:
         _check_grouped_bytes(weight)
-    rows, data = Kind.SUMMED_BYTES if int8_rows else Kind.INT4, _pack(weight, Kind.INT4, order)
-    return _in_groups(weight, order, Layout(Kind.INT4, rows, data, group=weight.group), small=int8_rows)
+    stored, rows = _GROUPED[weight.kind], Kind.SUMMED_BYTES if int8_rows else Kind.INT4
+    layout = Layout(stored, rows, _pack(weight, stored, rows, order), group=weight.group)
+    return _in_groups(weight, order, layout, small=int8_rows)
 
 
 def _of_scaled(weight: Quantised, order: Tensor | None, dtype: torch.dtype) -> Layout:
     """The layout of a weight that is multiplied with rows in `dtype`."""
-    if weight.kind == "int8":
-        raise NativeUnavailable("no compiled product for int8 weights in groups")
-    kind = {"fp8": Kind.FP8, "nvfp4": Kind.NVFP4, "int4": Kind.UINT4}[weight.kind]
+    kind = {"fp8": Kind.FP8, "nvfp4": Kind.NVFP4, "int4": Kind.UINT4, "int8": Kind.UINT8}[weight.kind]
     _check_scaled(weight, STEPS[kind], dtype)
-    data, rows, group = _pack(weight, kind, order), _row_kind(dtype), weight.scale_group
+    rows, group = _row_kind(dtype), weight.scale_group
+    data = _pack(weight, kind, rows, order)
     if weight.kind == "nvfp4":
         assert weight.outer is not None
         outer = 1 / weight.outer if weight.divided else weight.outer
@@ -136,6 +137,12 @@ def _in_groups(weight: Quantised, order: Tensor | None, layout: Layout, *, small
     return replace(layout, zeros=zeros, scale=_of_groups(weight.scale, order))
 
 
+def padded_inputs(k: int, stored: Kind, rows: Kind) -> int:
+    """Inputs of a weight as it is stored, for rows in the form `rows`."""
+    step = GROUP if rows is Kind.SUMMED_BYTES else STEPS[stored]
+    return -(-k // step) * step
+
+
 def _row_kind(dtype: torch.dtype) -> Kind:
     return Kind.F32 if dtype == torch.float32 else Kind.BF16
 
@@ -144,7 +151,7 @@ def _is_scaled(weight: Quantised, dtype: torch.dtype) -> bool:
     """Whether an int8 or int4 weight is multiplied with plain rows instead of rows of integers, if both are possible:
     with int4, plain bfloat16 rows are a third faster for many rows; rows of integers support any number of inputs."""
     if weight.kind == "int8":
-        return weight.order is not None or is_summed(weight)
+        return is_summed(weight)
     plain = dtype == torch.bfloat16 and weight.in_features % STEPS[Kind.UINT4] == 0
     return plain or weight.zeros is not None or weight.group != GROUP or weight.order is not None
 
@@ -165,14 +172,16 @@ def _check_scaled(weight: Quantised, step: int, dtype: torch.dtype) -> None:
         raise NativeUnavailable(f"{inner} inputs in groups of {group} are not multiples of {step}")
 
 
-def _pack(weight: Tensor | Quantised, kind: Kind, order: Tensor | None) -> Tensor:
-    """The weight's values in panels; kernels/native/pack.h has the layouts. `order`: the row of each output, -1 for
-    zeros. Raises NativeUnavailable for values that the compiled products do not support."""
-    rows = _Rows.of(weight, kind, order)
+def _pack(weight: Tensor | Quantised, kind: Kind, multiplied: Kind, order: Tensor | None) -> Tensor:
+    """The weight's values in panels, for rows in the form `multiplied`; kernels/native/pack.h has the layouts. `order`:
+    the row of each output, -1 for zeros. Raises NativeUnavailable for values that the compiled products do not
+    support."""
+    rows = _Rows.of(weight, kind, multiplied, order)
     kpad, panels = rows.kpad, rows.panels
     forms: dict[Kind, tuple[int, ...]] = {
         Kind.BF16: (kpad // 2, PANEL, 2), Kind.INT8: (kpad // 4, PANEL, 4), Kind.INT4: (kpad // 4, 2 * PANEL),
         Kind.FP8: (kpad // 4, 4, PANEL), Kind.NVFP4: (kpad // 16, 9 * PANEL), Kind.UINT4: (kpad // 8, PANEL, 4),
+        Kind.UINT8: (kpad // 4, PANEL, 4),
     }  # fmt: skip
     found = weight_memory((panels, *forms[kind]), torch.bfloat16 if kind is Kind.BF16 else torch.uint8)
     for begin, end in rows.pieces():
@@ -183,7 +192,7 @@ def _pack(weight: Tensor | Quantised, kind: Kind, order: Tensor | None) -> Tenso
 def _compact(weight: Tensor, order: Tensor | None) -> Layout | None:
     """A bfloat16 weight in 12 bits per element, without loss (kernels/native/compact.h). None if it has too many
     exceptions."""
-    rows = _Rows.of(weight, Kind.BF16, order)
+    rows = _Rows.of(weight, Kind.BF16, Kind.BF16, order)
     pieces, compacting = rows.pieces(), _Compacting(rows.outputs, rows.kpad, weight.numel() // EXCEPTIONS)
     plain = torch.empty(pieces[0][1], rows.kpad // 2, PANEL, 2, dtype=torch.bfloat16)
     for begin, end in pieces:
@@ -254,19 +263,16 @@ class _Rows:
     scales: Tensor | None
     order: Tensor | None
     inputs: int
+    kpad: int
     outputs: int
 
     @classmethod
-    def of(cls, weight: Tensor | Quantised, kind: Kind, order: Tensor | None) -> _Rows:
+    def of(cls, weight: Tensor | Quantised, kind: Kind, multiplied: Kind, order: Tensor | None) -> _Rows:
         numbers = _in_rows(weight.detach() if isinstance(weight, Tensor) else weight.values)
         scales = _in_rows(weight.scale) if isinstance(weight, Quantised) and kind is Kind.NVFP4 else None
-        outputs = weight.shape[0] if order is None else len(order)
+        outputs, inputs = weight.shape[0] if order is None else len(order), weight.shape[1]
         assert outputs, "a weight without rows"
-        return cls(kind, numbers, scales, order, weight.shape[1], outputs)
-
-    @property
-    def kpad(self) -> int:
-        return -(-self.inputs // STEPS[self.kind]) * STEPS[self.kind]
+        return cls(kind, numbers, scales, order, inputs, padded_inputs(inputs, kind, multiplied), outputs)
 
     @property
     def panels(self) -> int:

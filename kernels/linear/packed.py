@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.host_memory import weight_memory
-from kernels.linear.layouts import GATES, MULTIPLIED, STEPS, Layout, compact_rows, interleaved, lay_out
+from kernels.linear.layouts import GATES, MULTIPLIED, Layout, compact_rows, interleaved, lay_out, padded_inputs
 from kernels.linear.quantised import Quantised
 from kernels.native import Activation, Kind, NativeUnavailable, Weight, library
 from kernels.native.structs import GROUP, SUMMED
@@ -33,7 +33,7 @@ class Packed:
         self, weight: Tensor | Quantised, bias: Tensor | None, dtype: torch.dtype = torch.float32, *,
         gated: bool = False, int8_rows: bool = False, compact: bool | None = None,
     ) -> None:  # fmt: skip
-        """`dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16.
+        """`dtype`: of the rows that an fp8, nvfp4 or grouped integer weight is multiplied with, float32 or bfloat16.
         `gated`: the first half of the outputs are gates of the second, and a product returns half as many outputs,
         f(gate) * up; not for plain float32. `int8_rows` and `compact`: as in `lay_out`. Raises NativeUnavailable if
         there is no compiled code for the weight on this machine."""
@@ -48,7 +48,7 @@ class Packed:
         self._layout = layout = lay_out(weight, dtype, gated=gated, int8_rows=int8_rows, compact=compact)
         self.kind = layout.rows
         """The form of the rows that the weight is multiplied with."""
-        self.kpad = -(-self.k // STEPS[layout.stored]) * STEPS[layout.stored]
+        self.kpad = padded_inputs(self.k, layout.stored, layout.rows)
         outputs = -(-self.n // GATES) * GATES * 2 if gated else self.n
         self._bias = None if bias is None else weight_memory(bias.shape, torch.float32).copy_(bias.detach())
         self._descriptor = Weight(

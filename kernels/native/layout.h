@@ -176,6 +176,7 @@ void add_tower_step(Layout& layout) {
 void add_numbers(Layout& layout) {
     VALUE(Kind, F32); VALUE(Kind, BF16); VALUE(Kind, INT8); VALUE(Kind, INT4); VALUE(Kind, FP8); VALUE(Kind, NVFP4);
     VALUE(Kind, UINT4); VALUE(Kind, BYTES); VALUE(Kind, SUMMED_BYTES); VALUE(Kind, COMPACT_BF16);
+    VALUE(Kind, UINT8);
     VALUE(Kind, COMPACT_ROWS);
     VALUE(Code, NORM); VALUE(Code, LINEAR); VALUE(Code, MAMBA); VALUE(Code, ATTENTION); VALUE(Code, CONVERT);
     VALUE(Code, ACTIVATE); VALUE(Code, ROUTE); VALUE(Code, GROUP_PICKS); VALUE(Code, GATHER); VALUE(Code, EXPERTS);

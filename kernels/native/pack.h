@@ -1,5 +1,5 @@
-// Weights from rows, as files store them, to the panels that products read (README.md; packed_numbers.h for FP8, NVFP4
-// and UINT4).
+// Weights from rows, as files store them, to the panels that products read (README.md; packed_numbers.h for FP8, NVFP4,
+// UINT4 and UINT8).
 
 #pragma once
 
@@ -106,13 +106,13 @@ class PanelOfRows {
             to[available - 1] = uint8_t((to[available - 1] & 15) | 0x80);
     }
 
-    // [words][64]: BF16, INT8, UINT4.
+    // [words][64]: BF16, INT8, UINT8, UINT4.
     void put_words(int64_t begin, int64_t count) {
         uint32_t* to = reinterpret_cast<uint32_t*>(out_) + begin * PANEL;
         for (int64_t i = 0; i < count; i++, to += PANEL)
             for (int64_t r = 0; r < PANEL; r++) {
                 uint32_t word = moved_[r][i];
-                if (job_.kind == INT8) word ^= 0x80808080;
+                if (job_.kind == INT8 || job_.kind == UINT8) word ^= 0x80808080;
                 if (job_.kind == UINT4) word = bytes_to_nibbles(word) | bytes_to_nibbles(word >> 4) << 16;
                 to[r] = word;
             }

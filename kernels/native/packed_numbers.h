@@ -3,7 +3,8 @@
 // Layouts, in panels of 64 outputs. fp8 [k / 4][4][64] bytes: 16 outputs and 4 inputs, in an order that two
 // instructions unpack to two vectors of pairs. nvfp4 [k / 16] of 64 bytes of scales (see Nvfp4), then [2][4][64] bytes:
 // 16 outputs, 4 inputs as in fp8 in the low halves, and the next 4 in the high halves. int4 [k / 8][4][16][2] words: 16
-// outputs, even and odd inputs, four inputs two apart, the first in the lowest bits.
+// outputs, even and odd inputs, four inputs two apart, the first in the lowest bits. int8 in groups [k / 4][64][4]
+// bytes: 64 outputs, 4 inputs.
 
 #pragma once
 
@@ -61,6 +62,12 @@ struct Uint4Panel {
     static constexpr int64_t KIND = UINT4, BYTES = 4;
     static constexpr bool SPARSE = true;
     static const uint8_t* chunk(const uint8_t* panel, int64_t i) { return panel + i * (PANEL / 2); }
+};
+
+struct Uint8Panel {
+    static constexpr int64_t KIND = UINT8, BYTES = 8;
+    static constexpr bool SPARSE = true;
+    static const uint8_t* chunk(const uint8_t* panel, int64_t i) { return panel + i * PANEL; }
 };
 
 // Unpackers, one for each kind.
@@ -156,6 +163,35 @@ struct Uint4 : Uint4Panel {
     }
 };
 
+// Bytes less 128, or less a zero point: 9 bits with the sign, which bfloat16 represents exactly.
+struct Uint8Bytes : Uint8Panel {
+    struct Group {
+        Floats low, high;  // what is subtracted from lower and upper bytes, see `of_byte`
+    };
+    Group begin(const Weight& w, const uint8_t*, int64_t scales, int64_t, int64_t vector) const {
+        const Floats zero = w.zeros ? load_floats(w.zeros + scales + vector * 16) : splat(128.0f);
+        return {splat(0x1p23f) + zero, splat(0x1p15f) + zero};
+    }
+    // The number of a byte of the lower halves of words: in the lowest bits of the fraction of 2^23, or, from bit 8 on,
+    // in that of 2^15.
+    template <bool UPPER>
+    static Floats of_byte(Words words, const Group& group) {
+        if (UPPER) return as_floats(or_and(splat_word(0x47000000), words, splat_word(0xff00))) - group.high;
+        return as_floats(or_and(splat_word(0x4b000000), words, splat_word(0xff))) - group.low;
+    }
+};
+struct Uint8 : Uint8Bytes {
+    static constexpr bool FLOATS = false;
+    void unpack(const uint8_t* from, int half, const Group& group, Words (&words)[2]) const {
+        const Words four = load_words(from + half * 4 * PANEL);
+        for (int pair = 0; pair < 2; pair++) {
+            const Words two = pair ? shift_right32<16>(four) : four;
+            const Words even = as_words(of_byte<false>(two, group)), odd = as_words(of_byte<true>(two, group));
+            words[pair] = choose_bits(splat_word(int32_t(0xffff0000)), odd, shift_right32<16>(even));
+        }
+    }
+};
+
 // The same numbers as float32, for sets whose tables of bytes are several shuffles (SLOW_BYTE_TABLES,
 // SLOW_HALF_TABLES). input(from, i, group) returns input i of a chunk, of the 16 outputs at `from`.
 
@@ -225,6 +261,14 @@ struct Uint4Floats : Uint4Panel {
         const Words four = load_words(from), halves = shift_right16(four, i / 2 * 4);
         const Words number = i % 2 ? shift_right32<16>(halves) : halves;
         return as_floats((number & splat_word(15)) | splat_word(0x4b000000)) - group.zero;
+    }
+};
+
+struct Uint8Floats : Uint8Bytes {
+    static constexpr bool FLOATS = true;
+    Floats input(const uint8_t* from, int i, const Group& group) const {
+        const Words four = load_words(from + i / 4 * 4 * PANEL), two = i % 4 / 2 ? shift_right32<16>(four) : four;
+        return i % 2 ? of_byte<true>(two, group) : of_byte<false>(two, group);
     }
 };
 

@@ -45,12 +45,13 @@ inline int64_t panels_of(const Weight& w) { return (w.n + PANEL - 1) / PANEL; }
 inline int64_t panel_bytes(const Weight& w) {
     if (w.kind == COMPACT_BF16) return w.kpad * PANEL * 3 / 2;
     if (w.kind == NVFP4) return w.kpad / NVFP4_GROUP * NVFP4_GROUP_BYTES;
-    return w.kpad * PANEL * 2 / (w.kind == BF16 ? 1 : w.kind == INT8 || w.kind == FP8 ? 2 : 4);
+    return w.kpad * PANEL * 2 / (w.kind == BF16 ? 1 : w.kind == INT8 || w.kind == FP8 || w.kind == UINT8 ? 2 : 4);
 }
 
 // Whether numbers are unpacked to float32 or bfloat16 before they are multiplied.
 inline bool is_unpacked(const Weight& w) {
-    return w.kind == FP8 || w.kind == NVFP4 || w.kind == UINT4 || w.kind == COMPACT_BF16;
+    return w.kind == FP8 || w.kind == NVFP4 || w.kind == UINT4 || w.kind == COMPACT_BF16 ||
+           (w.kind == UINT8 && w.operand != SUMMED_BYTES);
 }
 
 // Groups of inputs that share a scale, of a weight that has them.
@@ -65,7 +66,7 @@ inline int64_t summed_groups(const Weight& w) {
 
 // Of an unpacked weight whose sums are not scaled group by group: the scales of its outputs, or null if it has none.
 inline const float* output_scales(const Weight& w) {
-    return w.kind == NVFP4 ? w.outer : w.kind == FP8 || w.kind == UINT4 ? w.scale : nullptr;
+    return w.kind == NVFP4 ? w.outer : w.kind == FP8 || w.kind == UINT4 || w.kind == UINT8 ? w.scale : nullptr;
 }
 
 // Where a panel is stored. T: a type of one byte.

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "finish.h"
-#include "int4_tiles.h"
+#include "group_tiles.h"
 #include "numbers.h"
 #include "operands.h"
 #include "panels.h"
@@ -69,7 +69,7 @@ void tile(
     if (w.kind == F32) tile_f32<R>(product, row, panel, sums);
     if constexpr (V == 4) {
         if (is_unpacked(w)) tile_scaled<R>(product, row, panel, inputs, ahead, sums);
-        if (w.operand == SUMMED_BYTES) tile_int4_bytes<R>(product, row, panel, ahead, sums);
+        if (w.operand == SUMMED_BYTES) tile_groups<R>(product, row, panel, ahead, sums);
     }
     if constexpr (R <= INTEGER_TILE_ROWS) {
         if (w.operand == INT8) tile_int8<R, V>(product, row, panel, first, ahead, sums);
@@ -122,7 +122,7 @@ struct Division {
 // multiply them; 0: the panel has this form, or each tile unpacks them.
 int64_t unpacked_size(const Weight& w, const Division& division) {
     if (division.tile_count == 1) return 0;
-    if (w.operand == SUMMED_BYTES) return division.length * PANEL / 4;
+    if (w.operand == SUMMED_BYTES) return w.kind == INT4 ? division.length * PANEL / 4 : 0;
     if (w.kind == COMPACT_BF16 && division.tile_count <= TILES_UNPACKING_EACH) return 0;
     return is_unpacked(w) || (division.sliced && !BF16_PAIRS) ? division.length * PANEL : 0;
 }
@@ -130,7 +130,7 @@ int64_t unpacked_size(const Weight& w, const Division& division) {
 // Whether tiles multiply words of whole panels, so that `row_tiles` has them.
 bool are_words(const Weight& w, const Division& division) {
     if (division.tile_count == 1) return false;
-    if (w.operand == SUMMED_BYTES) return INT4_TILES;
+    if (w.operand == SUMMED_BYTES) return GROUP_TILES;
     return BF16_PAIRS && w.operand == BF16 && !division.sliced &&
            (w.kind == BF16 || (is_unpacked(w) && summed_groups(w) == 1));
 }
@@ -147,7 +147,10 @@ void word_tiles(
         tile_of<4>(rows, product, begin, part.panel, part.first, {0, w.kpad}, {}, sums);
         begin += rows;
     }
-    if (w.operand == SUMMED_BYTES) return int4_tiles<UNPACKED_VECTORS>(product, begin, end, part);
+    if (w.operand == SUMMED_BYTES) {
+        const auto* const columns = static_cast<const uint8_t*>(product.unpacked);
+        return group_tiles<UnpackedInt4, UNPACKED_VECTORS>(product, begin, end, columns, part);
+    }
 #if PAIR_PRODUCTS
     const void* const columns = product.unpacked ? product.unpacked : panel_data(w, part.panel);
     row_tiles<WordTiles<PairWords>>(product, begin, end, static_cast<const uint8_t*>(columns), part);
@@ -161,7 +164,8 @@ void slice_tiles(
     const Weight& w = *product.weight;
     const char* const stored = panel_data<char>(w, part.panel);
     const int64_t tile_count = division.tile_count,
-                  inputs_each = (w.kind == INT8 || w.kind == INT4 ? 4 : 2) * PREFETCH_STEPS;
+                  inputs_each = (w.kind == INT8 || w.kind == INT4 || w.operand == SUMMED_BYTES ? 4 : 2) *
+                                PREFETCH_STEPS;
     alignas(64) float sums[MOST_SLICED_TILES * MOST_TILE_ROWS * PANEL];
     for (int64_t at = 0; at < w.kpad; at += division.length) {
         const Inputs inputs{at, std::min(at + division.length, w.kpad)};
@@ -181,6 +185,13 @@ void slice_tiles(
     }
 }
 
+// Whether `byte_group_tiles` multiplies all rows of SUMMED_BYTES.
+bool has_byte_groups(const Weight& w) { return GROUP_TILES && w.kind == UINT8 && w.operand == SUMMED_BYTES; }
+
+// Whether vectors of a panel can be multiplied without the others: one by one, or at least two.
+bool divisible(const Weight& w) { return w.kind == BF16 || w.kind == INT8 || has_byte_groups(w); }
+bool in_halves(const Weight& w) { return w.gated || has_byte_groups(w); }
+
 // Whether tiles of AMX multiply many rows of such weights (slices_amx.h).
 bool multiplies_slices(const Weight& w) {
     return AMX_TILES && (w.operand == BF16 || w.operand == BYTES || w.operand == INT8);
@@ -196,6 +207,7 @@ void tiles(const Product& original, int64_t begin, int64_t end, PanelPart part) 
 #endif
     if (w.operand == BYTES)
         return row_tiles<WordTiles<ByteWords>>(original, begin, end, panel_data(w, part.panel), part);
+    if (has_byte_groups(w)) return byte_group_tiles(original, begin, end, part);
     const Division division(w, end - begin);
     Product product = original;
     if (const int64_t size = unpacked_size(w, division)) product.unpacked = thread_memory<Use::PANEL>(size);
@@ -207,9 +219,6 @@ void tiles(const Product& original, int64_t begin, int64_t end, PanelPart part) 
 
 // Whether rows and a panel are too long for the second-level cache.
 bool is_long(const Weight& w) { return w.kpad >= LONG_INPUTS && w.operand == BF16 && summed_groups(w) == 1; }
-
-// Whether vectors of a panel can be multiplied without the others.
-bool divisible(const Weight& w) { return w.kind == BF16 || w.kind == INT8; }
 
 // Units of a product: (panel, block of rows), or parts of panels if there would be too few for the threads: quarters,
 // or halves for gated weights; or several long panels. Many rows are first divided into groups of rows for each thread,
@@ -234,7 +243,7 @@ struct Units {
         // For one row a quarter panel has the same latency of sums as a whole one: it pays where memory is the
         // bottleneck.
         const bool large = divisible(w) && threads > 1 && w.kpad >= LEAST_DIVIDED_INPUTS;
-        parts = large && products * panels * row_groups * blocks < 6 * threads ? w.gated ? 2 : 4 : 1;
+        parts = large && products * panels * row_groups * blocks < 6 * threads ? in_halves(w) ? 2 : 4 : 1;
         const bool many = is_long(w) && parts == 1 && rows >= LONG_ROWS * row_groups * blocks;
         unit_panels = many ? std::clamp<int64_t>(panels * row_groups * blocks / (2 * threads), 1, LONG_PANELS) : 1;
         count = row_groups * ((panels + unit_panels - 1) / unit_panels) * parts * blocks;
@@ -273,9 +282,9 @@ void run_rows(const Product& product, const Units& units, int64_t unit, int64_t 
     for (int64_t panel = from; panel < to; panel++) {
         const int64_t left = product.weight->n - panel * PANEL - first * 16;
         if (left <= 0) return;
-        const int64_t needed = left > 32 || !divisible(*product.weight) ? 4
-                               : left > 16 || product.weight->gated     ? 2
-                                                                        : 1;
+        const int64_t needed = left > 32 || !divisible(*product.weight)  ? 4
+                               : left > 16 || in_halves(*product.weight) ? 2
+                                                                         : 1;
         tiles(product, begin, end, {panel, first, std::min(4 / units.parts, needed), next});
     }
 }

@@ -1,10 +1,10 @@
-// Products of rows of bfloat16 or float32 with weights of 8 and 4 bits (FP8, NVFP4, UINT4), and the loops over panels
-// that are unpacked, also of compact.h.
+// Products of rows of bfloat16 or float32 with weights of 8 and 4 bits (FP8, NVFP4, UINT4, UINT8), and the loops over
+// panels that are unpacked, also of compact.h.
 //
 // bfloat16 represents a weight's small number exactly: e4m3 has 4 significant bits, e2m1 times its e4m3 scale 6, int4
-// minus its zero point 5. The sums equal those of the same rows times the unpacked numbers. The other scales are
-// float32 (of groups also bfloat16): the sum of a row or of a group is multiplied by its scale. Rows are pairs of
-// bfloat16, or float32: the numbers are then widened by a shift.
+// minus its zero point 5, int8 minus its zero point 8. The sums equal those of the same rows times the unpacked
+// numbers. The other scales are float32 (of groups also bfloat16): the sum of a row or of a group is multiplied by its
+// scale. Rows are pairs of bfloat16, or float32: the numbers are then widened by a shift.
 //
 // The first tile of rows unpacks numbers in registers, in parallel with its products. If there are more tiles, it
 // stores them as pairs of bfloat16, [k / 2][64][2], which the other tiles multiply. All tiles add in the same order.
@@ -146,7 +146,7 @@ __attribute__((noinline)) void tile_packed(
     const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs,
     typename Rows::Element* keep, Prefetch ahead, float* out
 ) {
-    const Numbers numbers;
+    const Numbers numbers{};
     const int64_t step = Numbers::SPARSE && R <= 2 ? PREFETCHED_LINE_STEP * LINE : LINE;
     const uint8_t* const data = panel_data(w, panel);
     const int64_t groups = scale_groups(w);
@@ -214,6 +214,7 @@ void with_numbers(const Weight& w, const F& work) {
     constexpr bool BYTES = FLOATS && SLOW_BYTE_TABLES, HALVES = FLOATS && SLOW_HALF_TABLES;
     if (w.kind == FP8) work(Type<std::conditional_t<BYTES, Fp8Floats, Fp8>>());
     else if (w.kind == NVFP4) work(Type<std::conditional_t<BYTES, Nvfp4Floats, Nvfp4>>());
+    else if (w.kind == UINT8) work(Type<std::conditional_t<FLOATS, Uint8Floats, Uint8>>());
     else if (w.zeros) work(Type<std::conditional_t<HALVES, Uint4Floats<true>, Uint4<true>>>());
     else work(Type<std::conditional_t<HALVES, Uint4Floats<false>, Uint4<false>>>());
 }
@@ -253,7 +254,7 @@ class PackedNumbers {
     }
 
   private:
-    const Numbers numbers_;
+    const Numbers numbers_{};
     const Weight& w_;
     const int64_t panel_;
     const uint8_t* const data_;

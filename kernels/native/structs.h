@@ -7,8 +7,8 @@
 namespace {
 
 // How a weight, or the rows that it is multiplied with, is stored; README.md describes the kinds. BYTES and
-// SUMMED_BYTES are kinds of rows only: signed bytes, for weights in INT8 and in INT4. COMPACT_ROWS is one of tables
-// only.
+// SUMMED_BYTES are kinds of rows only: signed bytes, for weights in INT8, and for those in INT4 and UINT8. COMPACT_ROWS
+// is one of tables only.
 enum Kind : int64_t {
     F32 = 0,
     BF16 = 1,
@@ -21,6 +21,7 @@ enum Kind : int64_t {
     SUMMED_BYTES = 8,
     COMPACT_BF16 = 9,
     COMPACT_ROWS = 10,
+    UINT8 = 11,
 };
 // How the results of a product are stored: as float32, added to float32, or as bfloat16.
 enum Store : int64_t { STORE = 0, ADD = 1, STORE_BF16 = 2 };
@@ -59,15 +60,15 @@ extern "C" {
 struct Weight {
     int64_t kind, n, k, kpad;  // kpad: k with padding, as it is stored
     const void* data;
-    const float* scale;  // INT8: [panels * 64]; INT4, FP8, UINT4: [panels, groups, 64]
+    const float* scale;  // INT8: [panels * 64]; INT4, FP8, UINT4, UINT8: [panels, groups, 64]
     const float* bias;   // [n], or null
     // whether, of each 32 outputs, 16 are gates, and the others what f(gate) is multiplied with; n is a multiple of 32
     int64_t gated;
     int64_t operand;     // the kind of the rows x: F32, BF16, INT8, INT4, BYTES or SUMMED_BYTES
-    int64_t group;       // inputs that share a scale: INT4, FP8, NVFP4 (whose group scales are in `data`), UINT4
-    const float* zeros;  // zero points of INT4 and UINT4, with the shape of `scale`; null: 8
+    int64_t group;       // inputs that share a scale: INT4, FP8, NVFP4 (whose group scales are in `data`), UINT4, UINT8
+    const float* zeros;  // zero points, with the shape of `scale`; null: 8 for INT4 and UINT4, 128 for UINT8
     const float* outer;  // NVFP4: [panels * 64], factors of the finished sums
-    // instead of `scale`, where several groups of INT4, FP8 or UINT4 have scales that are exactly bfloat16
+    // instead of `scale`, where several groups of INT4, FP8, UINT4 or UINT8 have scales that are exactly bfloat16
     const uint16_t* bf16_scale;
     // COMPACT_BF16, COMPACT_ROWS, see compact.h: [panels + 1, 2]: the first exception, and base; [exceptions]
     const int64_t *compact, *exceptions;

@@ -31,11 +31,12 @@ class Kind(IntEnum):
     BYTES = 7
     """A form of rows, not of weights: signed bytes, for weights in INT8."""
     SUMMED_BYTES = 8
-    """Rows of signed bytes with the sums of every `SUMMED` of them, for weights in INT4."""
+    """Rows of signed bytes with the sums of every `SUMMED` of them, for weights in INT4 and UINT8."""
     COMPACT_BF16 = 9
     """bfloat16 in 12 bits, without loss; see compact.h."""
     COMPACT_ROWS = 10
     """bfloat16 in 12 bits for tables, whose rows are read and not multiplied: each row is a panel."""
+    UINT8 = 11
 
 
 class Activation(IntEnum):

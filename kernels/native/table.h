@@ -42,6 +42,7 @@ class PackedRow {
             case INT8: read_int8(to); break;
             case INT4: by_group(to, [&](int64_t i) { return float(int4(i)); }, w_.zeros, 8.0f); break;
             case UINT4: by_group(to, [&](int64_t i) { return float(uint4(i)); }, w_.zeros, 8.0f); break;
+            case UINT8: by_group(to, [&](int64_t i) { return float(in_fours(i)); }, w_.zeros, 128.0f); break;
             case FP8: by_group(to, [&](int64_t i) { return fp8_[data_[in_pairs(i)]]; }); break;
             case NVFP4: read_nvfp4(to); break;
         }
@@ -65,9 +66,7 @@ class PackedRow {
     }
     void read_int8(float* to) const {
         const float scale = w_.scale[panel_ * PANEL + row_];
-        each(to, w_.k, [&](int64_t i) {
-            return float(int8_t(data_[(i / 4 * PANEL + row_) * 4 + i % 4] ^ 0x80)) * scale;
-        });
+        each(to, w_.k, [&](int64_t i) { return float(int8_t(in_fours(i) ^ 0x80)) * scale; });
     }
     void read_nvfp4(float* to) const {
         static constexpr float sizes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
@@ -87,6 +86,7 @@ class PackedRow {
         std::memcpy(&found, data_ + at, 2);
         return found;
     }
+    uint8_t in_fours(int64_t i) const { return data_[(i / 4 * PANEL + row_) * 4 + i % 4]; }
     int int4(int64_t i) const {
         const uint8_t pair = data_[(i / 4 * (PANEL / 2) + row_ % (PANEL / 2)) * 4 + i % 4];
         return row_ < PANEL / 2 ? pair & 15 : pair >> 4;

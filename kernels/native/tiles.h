@@ -313,7 +313,7 @@ inline ALWAYS void in_registers(T (&sum)[R][V]) {
 template <int R, int V>
 inline ALWAYS void add_bytes_of(const int8_t* a, int64_t lda, const Words (&column)[V], Words (&sum)[R][V]) {
     unrolled<R>([&](int r) ALWAYS {
-        const Words x = broadcast_word(a + r * lda);
+        const Words x = word_of_row(a + r * lda);
         unrolled<V>([&](int v) ALWAYS { sum[r][v] = dot_stored(sum[r][v], column[v], x); });
     });
 }

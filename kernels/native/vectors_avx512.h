@@ -102,6 +102,7 @@ inline Words to_integers(Floats x) { return _mm512_cvtps_epi32(x); }
 inline Floats to_floats(Words x) { return _mm512_cvtepi32_ps(x); }
 inline Words add32(Words a, Words b) { return _mm512_add_epi32(a, b); }
 inline Words sub32(Words a, Words b) { return _mm512_sub_epi32(a, b); }
+inline Words mul32(Words a, Words b) { return _mm512_mullo_epi32(a, b); }
 inline Words add16(Words a, Words b) { return _mm512_add_epi16(a, b); }
 inline Words sub16_saturating(Words a, Words b) { return _mm512_subs_epi16(a, b); }
 template <int N>

@@ -62,6 +62,7 @@ inline ALWAYS FloatPart in_register(FloatPart x) { return (FloatPart)in_register
 inline ALWAYS WordPart as_words(FloatPart x) { return (WordPart)x; }
 inline ALWAYS WordPart add32(WordPart a, WordPart b) { return a + b; }
 inline ALWAYS WordPart sub32(WordPart a, WordPart b) { return a - b; }
+inline ALWAYS WordPart mul32(WordPart a, WordPart b) { return a * b; }
 inline ALWAYS WordPart larger(WordPart a, WordPart b) { return (IntegerPart)a > (IntegerPart)b ? a : b; }
 inline ALWAYS WordPart add16(WordPart a, WordPart b) { return (WordPart)((HalfPart)a + (HalfPart)b); }
 inline ALWAYS WordPart choose_bits(WordPart mask, WordPart yes, WordPart no) { return (mask & yes) | (~mask & no); }
@@ -112,7 +113,7 @@ inline ALWAYS Four total_four(Four x) { return x + __builtin_shuffle(x, FourWord
 OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/) OPERATOR(&) OPERATOR(|)
 OF_ONE(magnitude) OF_ONE(nearest) OF_ONE(from_nearest) OF_ONE(above_floor) OF_ONE(rounded_bf16) OF_ONE(in_register)
 OF_TWO(larger) OF_TWO(smaller) OF_TWO(times_power)
-OF_TWO(add32) OF_TWO(sub32) OF_TWO(add16) OF_TWO(sub16_saturating)
+OF_TWO(add32) OF_TWO(sub32) OF_TWO(mul32) OF_TWO(add16) OF_TWO(sub16_saturating)
 OF_TWO(low_bytes) OF_TWO(high_bytes) OF_TWO(low_words) OF_TWO(high_words) OF_TWO(low_pairs) OF_TWO(high_pairs)
 OF_TWO(shuffle_bytes)
 OF_THREE(fmadd) OF_THREE(fnmadd) OF_THREE(fmsub) OF_THREE(choose_bits) OF_THREE(or_and) OF_THREE(dot_bytes)

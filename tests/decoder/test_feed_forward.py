@@ -104,7 +104,9 @@ def test_float32_equals_the_layer(shape: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weights"), [(torch.float32, "int8"), (torch.bfloat16, "int8"), (torch.bfloat16, "int4-32")], ids=str
+    ("dtype", "weights"),
+    [(torch.float32, "int8"), *((torch.bfloat16, weights) for weights in ("int8", "int8-32", "int4-32"))],
+    ids=str,
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_int8_rows_are_those_of_the_layer(shape: str, dtype: torch.dtype, weights: str) -> None:

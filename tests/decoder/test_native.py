@@ -200,7 +200,8 @@ def mixed_config(kind: str, attention: bool) -> DecoderConfig:
 @pytest.mark.parametrize(("options", "kind"), [
     ({}, "plain"), ({}, "biased"), ({"dtype": torch.float32}, "plain"),
     ({"weights": "int8", "activations": "int8"}, "biased"), ({"weights": "int8"}, "plain"),
-    ({"weights": "int4-32", "activations": "int8"}, "plain"), ({"weights": "fp8"}, "biased"),
+    ({"weights": "int8-32", "activations": "int8"}, "biased"), ({"weights": "int4-32", "activations": "int8"}, "plain"),
+    ({"weights": "fp8"}, "biased"),
     ({}, "parallel"), ({"weights": "int8", "activations": "int8"}, "parallel"), ({"dtype": torch.bfloat16}, "parallel"),
     ({}, "both-norms"), ({"weights": "int8", "activations": "int8"}, "both-norms"),
 ])  # fmt: skip
@@ -261,7 +262,9 @@ def test_state_sizes(state: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
 
 
-@pytest.mark.parametrize(("weights", "activations"), [(None, None), ("int8", "int8"), ("int4-32", "int8")])
+@pytest.mark.parametrize(
+    ("weights", "activations"), [(None, None), *((weights, "int8") for weights in ("int8", "int8-32", "int4-32"))]
+)
 @pytest.mark.parametrize("model", ["mamba", "delta"])
 def test_fewer_bits_are_no_further_from_float32_than_the_operations(
     model: str, weights: str | None, activations: str | None
@@ -309,7 +312,7 @@ def test_a_row_is_the_same_in_any_batch(weights: str | None) -> None:
             torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4-32"])
+@pytest.mark.parametrize("weights", ["int8", "int8-32", "int4-32"])
 def test_no_option_changes_an_answer_with_int8_activations(weights: str) -> None:
     config = tiny_config("M-*E", hidden_size=64, intermediate_size=64, moe_intermediate_size=32)
     given: dict[str, Any] = {
@@ -403,10 +406,11 @@ def test_states_in_bfloat16_operation_by_operation(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "inside", "head"), [("int8", Kind.BYTES, Kind.INT8), ("int4", Kind.SUMMED_BYTES, Kind.BF16)]
+    ("weights", "inside", "head"),
+    [("int8", Kind.BYTES, Kind.INT8), *((each, Kind.SUMMED_BYTES, Kind.BF16) for each in ("int8-32", "int4"))],
 )
 def test_rows_before_the_vocabulary_stay_in_16_bits(weights: str, inside: Kind, head: Kind) -> None:
-    config = tiny_config("M-")
+    config = tiny_config("M-", hidden_size=64)
     options = DecoderOptions(max_seqs=2, max_len=64, dtype=torch.bfloat16, weights=weights, activations="int8")
     model = DecoderRunner(config, options, random_weights(config)).model
     inner = model.trunk.layers[1].mixers[0]

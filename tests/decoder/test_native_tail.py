@@ -44,6 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "int8": {"weights": "int8"},
     "int8-int8": {"weights": "int8", "activations": "int8"},
+    "int8-32-int8": {"weights": "int8-32", "activations": "int8"},
     "int4-32-int8": {"weights": "int4-32", "activations": "int8"},
 }
 
@@ -61,7 +62,7 @@ def answered(
 
 
 @pytest.mark.parametrize(("model", "kind"), [
-    (model, kind) for model in CONFIGS for kind in KINDS if (model, kind) != ("odd", "int4-32-int8")  # 36 inputs
+    (model, kind) for model in CONFIGS for kind in KINDS if model != "odd" or "-32" not in kind  # 36 inputs
 ])  # fmt: skip
 def test_rows_that_nobody_reads_change_no_answer(model: str, kind: str) -> None:
     config, options = CONFIGS[model], KINDS[kind]

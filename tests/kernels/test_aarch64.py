@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(
     not (COMPILER and EMULATOR),
     reason="needs aarch64-linux-gnu-g++ and qemu-aarch64 (Debian: g++-aarch64-linux-gnu and qemu-user)",
 )
-IN_FLOAT32 = [("float32", "float32"), ("int8", "float32"), ("int4", "float32"), ("nvfp4", "float32")]
-IN_BFLOAT16 = [("bfloat16", "bfloat16"), ("int4", "bfloat16"), ("fp8", "bfloat16"), ("nvfp4", "bfloat16")]
+IN_FLOAT32 = [("float32", "float32"), *((stored, "float32") for stored in ("int8", "int8-32", "int4", "nvfp4"))]
+IN_BFLOAT16 = [(stored, "bfloat16") for stored in ("bfloat16", "int8-32", "int4", "fp8", "nvfp4")]
 PROCESSORS = {"neon": (), "neon-asimddp": ("asimddp",), "neonbf16": ()}
 """What a set's library is built for beyond what the set needs."""
 
@@ -49,7 +49,7 @@ def packed(stored: str, rows: str, k: int = 1280) -> tuple[Packed, Tensor]:
     return Packed(quantised, None, dtype), quantised.dequantise().double()
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "int4-32"])
+@pytest.mark.parametrize("kind", ["int8", "int8-32", "int4", "int4-32"])
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_products_of_int8_rows_have_the_bits_of_the_reference(
     programs: Callable[[str], Path], name: str, kind: str

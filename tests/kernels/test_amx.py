@@ -74,7 +74,7 @@ def test_products_of_bytes_have_the_bits_of_the_reference_in_tiles_as_without(ch
 
 
 @only_amx
-@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "nvfp4", "int4", "int4 zeros"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "nvfp4", "int4", "int4 zeros", "int8 blocks", "int8 zeros"])
 def test_unpacked_weights_are_multiplied_as_few_rows_as_they_are_as_many(chosen: str, kind: str) -> None:
     """While the first rows are multiplied, the weights are unpacked and kept for the other rows."""
     weight = grouped(kind, 336)

@@ -27,11 +27,14 @@ def packed(kind: str, n: int = 130, k: int = 1280) -> tuple[Packed, Tensor, torc
         dtype = getattr(torch, form)
         return Packed(weight.to(dtype), None), weight.to(dtype).double(), dtype
     dtype = torch.bfloat16 if rows else torch.float32
-    stored = quantise(weight, form)
+    stored = quantise(weight, form.replace("_", "-"))
     return Packed(stored, None, dtype), stored.dequantise().double(), dtype
 
 
-KINDS = ("bfloat16", "float32", "int8", "int4", "int4-rows", "fp8", "fp8-rows", "nvfp4", "nvfp4-rows")
+KINDS = (
+    "bfloat16", "float32", "int8", "int8_32", "int8_32-rows", "int4", "int4-rows", "fp8", "fp8-rows", "nvfp4",
+    "nvfp4-rows",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,7 +64,7 @@ def test_bfloat16_products_of_any_size(chosen: str, n: int, k: int) -> None:
         torch.testing.assert_close(found, x[:rows].double() @ weight.T, rtol=0.01, atol=0.01)
 
 
-@pytest.mark.parametrize("kind", ["float32", "int8", "int4", "fp8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["float32", "int8", "int8_32", "int4", "fp8", "nvfp4"])
 def test_products_in_float32_and_integers_have_the_same_bits_in_every_set(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,19 +27,22 @@ def int8(outputs: int, inner: int, seed: int = 0) -> Quantised:
     return Quantised("int8", values, torch.rand(outputs, 1, generator=generator) * 0.1, inner, inner)
 
 
-def int4(
-    outputs: int, inner: int, group: int, seed: int = 0, *, zeros: bool = False, ordered: bool = False
+def in_groups(
+    kind: str, outputs: int, inner: int, group: int, seed: int = 0, *, zeros: bool = False, ordered: bool = False
 ) -> Quantised:
-    """With all values of four bits and, as options, all zero points and inputs in another order."""
+    """int8 or int4 with all values of a byte or of four bits and, as options, all zero points and inputs in another
+    order."""
     generator = torch.Generator().manual_seed(seed)
-    groups = -(-inner // group)
+    groups, of_bytes = -(-inner // group), kind == "int8"
+    octets = torch.randint(0, 256, (outputs, inner if of_bytes else -(-inner // 2)), generator=generator).byte()
+    points = torch.randint(0, 256 if of_bytes else 17, (outputs, groups), generator=generator).byte()
     return Quantised(
-        "int4",
-        torch.randint(0, 256, (outputs, -(-inner // 2)), dtype=torch.uint8, generator=generator),
+        kind,
+        octets.view(torch.int8) if of_bytes else octets,
         torch.rand(outputs, groups, generator=generator) * 0.1,
         inner,
         group,
-        zeros=torch.randint(0, 17, (outputs, groups), dtype=torch.uint8, generator=generator) if zeros else None,
+        zeros=points if zeros else None,
         order=torch.randperm(inner, generator=generator) if ordered else None,
     )
 
@@ -72,22 +75,24 @@ def test_the_compiled_product_has_the_bits_of_the_reference(
     assert torch.equal(packed(x), int8_linear(x, weight, bias))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
-    rows=st.integers(1, 40), inner=st.integers(1, 300), outer=st.integers(1, 140),
-    group=st.sampled_from((32, 64, 96, 128, 512)), zeros=st.booleans(), ordered=st.booleans(),
-    biased=st.booleans(), seed=st.integers(0, 2**31),
+    kind=st.sampled_from(("int8", "int4")), rows=st.integers(1, 40), inner=st.integers(1, 300),
+    outer=st.integers(1, 140), group=st.sampled_from((32, 64, 96, 128, 512)), zeros=st.booleans(),
+    ordered=st.booleans(), biased=st.booleans(), seed=st.integers(0, 2**31),
 )  # fmt: skip
-def test_the_product_with_int4_has_the_bits_of_the_reference(
-    rows: int, inner: int, outer: int, group: int, zeros: bool, ordered: bool, biased: bool, seed: int
+def test_the_product_with_groups_has_the_bits_of_the_reference(
+    kind: str, rows: int, inner: int, outer: int, group: int, zeros: bool, ordered: bool, biased: bool, seed: int
 ) -> None:
-    weight, x = int4(outer, inner, group, seed, zeros=zeros, ordered=ordered), rows_of(rows, inner, seed)
+    group = min(group, inner) if kind == "int8" else group
+    weight, x = in_groups(kind, outer, inner, group, seed, zeros=zeros, ordered=ordered), rows_of(rows, inner, seed)
     bias = torch.randn(outer, generator=torch.Generator().manual_seed(seed)) if biased else None
     try:
         packed = Packed(weight, bias, torch.bfloat16, int8_rows=True)
     except NativeUnavailable as reason:
         pytest.skip(str(reason))
-    assert packed.kind is Kind.SUMMED_BYTES and packed.stored is Kind.INT4
+    if kind == "int4" or zeros or group < inner:
+        assert packed.kind is Kind.SUMMED_BYTES and packed.stored is (Kind.UINT8 if kind == "int8" else Kind.INT4)
     assert torch.equal(packed(x), int8_linear(x, weight, bias))
 
 
@@ -104,10 +109,11 @@ def test_a_sum_of_groups_is_rounded_once_for_each_group(sign: int) -> None:
     assert int8_linear(x, weight, None).item() == sign * (1 + 2.0**-23)
 
 
-@pytest.mark.parametrize(("group", "zeros"), [(16, False), (8224, True)])
-def test_groups_without_a_compiled_product_are_multiplied_by_the_reference(group: int, zeros: bool) -> None:
+@pytest.mark.parametrize(("group", "zeros"), [(16, False), (MOST_SHIFTED + 1, True)])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_groups_without_a_compiled_product_are_multiplied_by_the_reference(kind: str, group: int, zeros: bool) -> None:
     inner = max(48, group)
-    weight, x = int4(5, inner, group, zeros=zeros), rows_of(2, inner, 1)
+    weight, x = in_groups(kind, 5, inner, group, zeros=zeros), rows_of(2, inner, 1)
     with pytest.raises(NativeUnavailable):
         Packed(weight, None, int8_rows=True)
     assert torch.equal(Linear(weight, activations="int8")(x), int8_linear(x, weight, None))
@@ -115,7 +121,7 @@ def test_groups_without_a_compiled_product_are_multiplied_by_the_reference(group
 
 ANY = [
     *(int8(130, inner) for inner in (1, 3, 16, 62, 768, 1284)),
-    *(int4(130, inner, group, zeros=zeros)
+    *(in_groups(kind, 130, inner, group, zeros=zeros) for kind in ("int8", "int4")
       for inner, group in ((31, 32), (768, 32), (640, 128), (1284, 1284)) for zeros in (False, True)),
 ]  # fmt: skip
 
@@ -128,7 +134,8 @@ def rows_and_products(weight: Quantised) -> list[tuple[Tensor, Tensor]]:
 
 
 def named(weight: Quantised) -> str:
-    return f"{weight.kind}-{weight.in_features}{'' if weight.zeros is None else '-zeros'}"
+    group = f"-{weight.group}" if weight.in_groups or weight.kind == "int4" else ""
+    return f"{weight.kind}{group}-{weight.in_features}{'' if weight.zeros is None else '-zeros'}"
 
 
 @pytest.mark.parametrize("weight", ANY, ids=named)
@@ -164,19 +171,26 @@ def test_a_row_is_rounded_by_its_own_largest_number() -> None:
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_the_longest_groups_of_the_largest_numbers_are_exact(chosen: str, zeros: bool, sign: int) -> None:
-    """With zero points a sum is exact in float32, without them it is rounded once."""
-    inner = MOST_SHIFTED if zeros else MOST_INPUTS
-    values = torch.full((3, -(-inner // 2)), 255, dtype=torch.uint8)
-    zero = torch.tensor([[0], [1], [15]], dtype=torch.uint8) if zeros else None
-    weight = Quantised("int4", values, torch.ones(3, 1), inner, inner, zeros=zero)
-    x = torch.full((2, inner), 127.0 * sign)  # the scale is 1
-    expected = torch.tensor([15, 14, 0] if zeros else [7, 7, 7]).double() * 127 * sign * inner
-    assert torch.equal(Packed(weight, None, int8_rows=True)(x), expected.float().expand(2, 3))
+    """Sums of up to 32 bits, which are rounded once."""
+    inner, zero = MOST_SHIFTED if zeros else MOST_INPUTS, torch.tensor([[0], [1], [15]], dtype=torch.uint8)
+    int4 = Quantised(
+        "int4", torch.full((3, -(-inner // 2)), 255, dtype=torch.uint8), torch.ones(3, 1), inner, inner,
+        zeros=zero if zeros else None,
+    )  # fmt: skip
+    values = torch.tensor([127, -128, 127], dtype=torch.int8)[:, None].repeat(1, MOST_SHIFTED)
+    ends = torch.tensor([[0], [255], [255]], dtype=torch.uint8)
+    int8 = Quantised("int8", values, torch.ones(3, 1), MOST_SHIFTED, MOST_SHIFTED, zeros=ends)
+    for weight, numbers in ((int4, [15, 14, 0] if zeros else [7, 7, 7]), (int8, [255, -255, 0])):
+        x = torch.full((2, weight.in_features), 127.0 * sign)  # the scale is 1
+        expected = torch.tensor(numbers).double() * 127 * sign * weight.in_features
+        assert torch.equal(Packed(weight, None, int8_rows=True)(x), expected.float().expand(2, 3)), weight.kind
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("weight", [int8(70, 200), int4(70, 200, 32)], ids=["int8", "int4"])
+@pytest.mark.parametrize(
+    "weight", [int8(70, 200), *(in_groups(kind, 70, 200, 32) for kind in ("int8", "int4"))], ids=named
+)
 def test_what_is_not_a_number_is_not_lost(weight: Quantised, value: float, compiled: bool) -> None:
     x = rows_of(3, 200, 1)
     linear = Linear(weight, compiled=compiled, activations="int8")
@@ -187,7 +201,7 @@ def test_what_is_not_a_number_is_not_lost(weight: Quantised, value: float, compi
     assert torch.equal(y[1:], sound[1:])
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "int4-32"])
+@pytest.mark.parametrize("kind", ["int8", "int8-32", "int4", "int4-32"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_layer_is_close_to_one_with_rows_of_16_bits(dtype: torch.dtype, kind: str) -> None:
     weight, x = quantise(torch.randn(72, 256), kind), torch.randn(9, 256).to(dtype)
@@ -209,10 +223,13 @@ def test_other_weights_keep_their_rows(kind: str) -> None:
     assert torch.equal(Linear(weight, activations="int8")(x), Linear(weight)(x))
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "int4-32"])
+@pytest.mark.parametrize("kind", ["int8", "int8-32", "int4", "int4-32"])
 def test_a_weight_takes_no_more_memory(kind: str) -> None:
     weight = quantise(torch.randn(256, 512), kind)
-    expected = {"int8": 256 * 512 + 4 * 256, "int4": 256 * (256 + 2 * 4), "int4-32": 256 * (256 + 2 * 16)}
+    expected = {
+        "int8": 256 * 512 + 4 * 256, "int8-32": 256 * (512 + 2 * 16), "int4": 256 * (256 + 2 * 4),
+        "int4-32": 256 * (256 + 2 * 16),
+    }  # fmt: skip
     try:
         sizes = {Packed(weight, None, torch.bfloat16, int8_rows=on).nbytes for on in (True, False)}
     except NativeUnavailable as reason:

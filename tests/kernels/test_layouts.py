@@ -4,6 +4,7 @@ are made in torch."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,6 +59,11 @@ def int8(weight: Quantised) -> Tensor:
     return words((padded.int() + 128).byte(), 4)
 
 
+def uint8(weight: Quantised, step: int = 8) -> Tensor:
+    padded = below(F.pad(weight.values, (0, -weight.in_features % step)))
+    return words((padded.int() + 128).byte(), 4)
+
+
 def int4(weight: Quantised) -> Tensor:
     padded = words(below(F.pad(codes(weight), (0, -weight.in_features % 128), value=8), 8), 4).flatten(2)
     return padded[..., :128] | padded[..., 128:] << 4
@@ -89,6 +95,7 @@ LAYOUTS: dict[Kind, tuple[str, torch.dtype, Callable[[Quantised], Tensor]]] = {
     Kind.FP8: ("fp8", torch.bfloat16, fp8),
     Kind.NVFP4: ("nvfp4", torch.bfloat16, nvfp4),
     Kind.UINT4: ("int4", torch.bfloat16, uint4),
+    Kind.UINT8: ("int8-32", torch.bfloat16, uint8),
 }
 """How a kind is stored, the dtype of the rows, and its layout."""
 
@@ -98,6 +105,8 @@ def weight_of(kind: str, n: int, k: int) -> Quantised:
     found = weight.bfloat16() if kind == "bfloat16" else quantise(weight, kind)
     if isinstance(found, Quantised) and kind == "nvfp4":
         found.scale.view(torch.uint8).view(-1)[::5] = torch.arange(127).repeat(n * k)[: -(-n * k // 80)].byte()
+    if isinstance(found, Quantised) and kind == "int8-32":  # zero points: a single group is not a scale for each row
+        found = replace(found, zeros=torch.full_like(found.scale, 128).byte())
     return found  # type: ignore[return-value]
 
 
@@ -124,6 +133,13 @@ def test_inputs_are_padded(kind: Kind, k: int) -> None:
     stored, dtype, expected = LAYOUTS[kind]
     weight = weight_of(stored, 70, k)
     assert same(lay_out(weight, dtype, compact=False).data, expected(weight))
+
+
+@pytest.mark.parametrize("k", [17, 128, 150])
+def test_inputs_of_bytes_in_groups_are_padded_as_rows_with_sums(k: int) -> None:
+    weight = weight_of("int8-32", 70, k)
+    found = lay_out(weight, torch.bfloat16, int8_rows=True)
+    assert found.stored is Kind.UINT8 and same(found.data, uint8(weight, 128))
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)

@@ -53,7 +53,7 @@ def test_bias_that_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "int4-32", "fp8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int8-32", "int4", "int4-32", "fp8", "nvfp4"])
 def test_the_first_outputs_are_those_of_the_whole(kind: str, compiled: bool) -> None:
     """In the same memory: ends within a panel, at one, and at the last output."""
     weight, bias, x = torch.randn(200, 192), torch.randn(200), torch.randn(9, 192)

@@ -1,4 +1,4 @@
-"""Compiled products with fp8, nvfp4 and grouped int4 weights: every number of the formats, any number of rows."""
+"""Compiled products with fp8, nvfp4, int4 and grouped int8 weights: every number of the formats, any number of rows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,18 @@ def every_int4(*, zeros: bool) -> Quantised:
     )
 
 
+def every_int8(*, zeros: bool) -> Quantised:
+    """All numbers, with every zero point of every third row."""
+    values = torch.stack([torch.arange(-128, 128).roll(shift) for shift in range(70)]).to(torch.int8)
+    points = (torch.arange(70)[:, None] * 3 + torch.arange(8) * 37) % 256 if zeros else None
+    return Quantised(
+        "int8", values, torch.full((70, 8), 0.5), 256, group=32, zeros=None if points is None else points.byte()
+    )
+
+
 EVERY = {
+    "int8": lambda: every_int8(zeros=False),
+    "int8 zeros": lambda: every_int8(zeros=True),
     "fp8": every_fp8,
     "nvfp4": every_nvfp4,
     "int4": lambda: every_int4(zeros=False),
@@ -68,7 +79,7 @@ def test_every_number_is_multiplied_as_it_is(chosen: str, kind: str, dtype: torc
 
 @DTYPES
 @pytest.mark.parametrize("inner", [16, 80, 1104])
-@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "nvfp4", "int4", "int4 zeros"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "nvfp4", "int4", "int4 zeros", "int8 blocks", "int8 zeros"])
 def test_a_row_is_the_same_in_any_company_and_with_any_threads(kind: str, inner: int, dtype: torch.dtype) -> None:
     weight = grouped(kind, inner)
     linear = Linear(weight, dtype=dtype)
@@ -100,7 +111,7 @@ def test_groups_of_any_size(group: int, dtype: torch.dtype) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("kind", ["fp8 blocks", "int4 zeros"])
+@pytest.mark.parametrize("kind", ["fp8 blocks", "int4 zeros", "int8 blocks"])
 def test_scales_of_groups_that_are_bfloat16_take_half_the_memory_and_give_the_same_bits(
     kind: str, dtype: torch.dtype
 ) -> None:

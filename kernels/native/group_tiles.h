@@ -1,9 +1,9 @@
-// Products with int4 weights of rows of SUMMED_BYTES.
+// Products of rows of SUMMED_BYTES with weights of integers in groups of inputs (INT4, UINT8), whose sums are scaled.
 //
-// The first tile of rows unpacks a panel in registers. If there are more tiles, it stores the bytes for them,
-// [4 / UNPACKED_VECTORS][k / 4][UNPACKED_VECTORS][16][4]: of as many vectors of outputs as they multiply at a time.
-// Sums of a group are multiplied by scales, so a tile needs two registers for each of its sums: with 32 of them, six
-// rows and two vectors.
+// A panel of bytes is multiplied as it is. Of int4, the first tile of rows unpacks a panel in registers. If there are
+// more tiles, it stores the bytes for them, [4 / UNPACKED_VECTORS][k / 4][UNPACKED_VECTORS][16][4]: of as many vectors
+// of outputs as they multiply at a time. Sums of a group are multiplied by scales, so a tile needs two registers for
+// each of its sums: with 32 of them, six rows and two vectors.
 
 #pragma once
 
@@ -21,60 +21,85 @@
 
 namespace {
 
-constexpr bool INT4_TILES = VECTOR_REGISTERS == 1;  // whether there are enough registers
-constexpr int UNPACKED_VECTORS = INT4_TILES ? 2 : 4;
+constexpr bool GROUP_TILES = VECTOR_REGISTERS == 1;  // whether there are enough registers for sums and totals
+constexpr int UNPACKED_VECTORS = GROUP_TILES ? 2 : 4;
 
 // Where the bytes of a vector of outputs begin in an unpacked panel.
 inline int64_t unpacked_at(const Weight& w, int64_t vector) {
     return vector / UNPACKED_VECTORS * (w.kpad / 4 * UNPACKED_VECTORS * LINE) + vector % UNPACKED_VECTORS * LINE;
 }
 
-// A group of int4 weights of a panel, and the rows that it is multiplied with.
-struct Int4Group {
+// A group of a panel's weights, and the rows that it is multiplied with.
+struct RowGroup {
     const Weight& w;
     int64_t scales, count;      // index of the first output's scale; inputs
     const int8_t* a;            // the first row, from the group's first input on
     int64_t lda;                // bytes between rows
-    const int32_t* correction;  // of each row
+    const int32_t* correction;  // of each row, see below
     bool is_first;              // whether results are stored, rather than added to those of the groups before
     float* out;                 // [rows, PANEL]
 };
 
-// Sums of a group of int4 weights with rows of SUMMED_BYTES are exact integers. They begin with `correction`, for the
-// weights' offset of 8: of each row, -8 times the sum of its numbers in the group. ZEROS: zero points are subtracted as
-// float32 instead, exactly up to 8,192 inputs a group.
-template <int R, int V, bool ZEROS>
+// Bytes as tiles multiply them. STRIDE: bytes between those of four inputs and of the next four. A sum begins with
+// begin(correction), where `correction` is -8 times the sum of the row's numbers in the group (BlockSums): what the
+// weights' offset adds. With zero points it begins with zero, and they are subtracted, less OFFSET.
+struct UnpackedInt4 {
+    static constexpr int64_t STRIDE = UNPACKED_VECTORS * LINE;
+    static constexpr int OFFSET = 0, LEAST_ROWS = LEAST_TILE_ROWS;
+    static constexpr bool BELOW_16 = true;
+    static constexpr int beside(int) { return UNPACKED_VECTORS; }
+    static int64_t at(const Weight& w, int64_t vector) { return unpacked_at(w, vector); }
+    static Words column(const uint8_t* b) { return in_register(load_words(b)); }
+    static Words begin(Words correction) { return correction; }
+};
+// Where products take signed bytes only, columns are without their offset of 128.
+struct StoredBytes {
+    static constexpr int64_t STRIDE = 4 * LINE;
+    static constexpr int OFFSET = SIGNED_DOTS ? 128 : 0, LEAST_ROWS = 1;
+    static constexpr bool BELOW_16 = false;
+    static constexpr int beside(int rows) { return rows <= 3 ? 4 : 2; }
+    static int64_t at(const Weight&, int64_t vector) { return vector * LINE; }
+    static Words column(const uint8_t* b) { return in_register(without_offset(load_words(b))); }
+    static Words begin(Words correction) { return SIGNED_DOTS ? zero_words() : shift_left32<4>(correction); }
+};
+
+// Sums of a group, which are exact integers. ZEROS: whether there are zero points.
+template <class Bytes, int R, int V, bool ZEROS>
 inline ALWAYS void begin_group(const int32_t* correction, Words (&sum)[R][V]) {
     unrolled<R>([&](int r) ALWAYS {
-        unrolled<V>([&](int v) ALWAYS { sum[r][v] = ZEROS ? zero_words() : splat_word(correction[r]); });
+        const Words first = ZEROS ? zero_words() : Bytes::begin(splat_word(correction[r]));
+        unrolled<V>([&](int v) ALWAYS { sum[r][v] = first; });
     });
 }
 
-// A group's sums for 16 outputs, times their scales, added to `total`. `scales`: index of those outputs' first zero
-// point.
+// The zero points of 16 outputs, from index `scales` on.
+template <class Bytes>
+inline ALWAYS Words zero_points(const Weight& w, int64_t scales) {
+    const Words zeros = to_integers(load_floats(w.zeros + scales));
+    return Bytes::OFFSET ? sub32(zeros, splat_word(Bytes::OFFSET)) : zeros;
+}
+
+// A group's sums for 16 outputs less those of zero points, times their scales, added to `total`.
 template <bool ZEROS>
-inline ALWAYS Floats add_scaled(
-    Words sum, Floats correction, const Weight& w, int64_t scales, Floats scale, Floats total
-) {
-    Floats exact = to_floats(sum);
-    if constexpr (ZEROS) exact = fmadd(correction * splat(0.125f), load_floats(w.zeros + scales), exact);
-    return fmadd(exact, scale, total);
+inline ALWAYS Floats add_scaled(Words sum, Words correction, Words zeros, Floats scale, Floats total) {
+    if constexpr (ZEROS) sum = add32(sum, mul32(zeros, shift_right32<3>(correction)));
+    return fmadd(to_floats(sum), scale, total);
 }
 
 // Adds the sums, times the scales of their outputs, to the group's results.
-template <int R, int V, bool ZEROS>
-inline ALWAYS void finish_group(Words (&sum)[R][V], const Int4Group& of) {
-    const Int4Group group = of;  // a copy, which no store of a vector can change
+template <class Bytes, int R, int V, bool ZEROS>
+inline ALWAYS void finish_group(Words (&sum)[R][V], const RowGroup& of) {
+    const RowGroup group = of;  // a copy, which no store of a vector can change
     const Weight& w = group.w;
     in_registers(sum);
     unrolled<V>([&](int v) ALWAYS {
         const int64_t scales = group.scales + v * 16;
         const Floats scale = group_scales(w, scales);
+        const Words zeros = ZEROS ? zero_points<Bytes>(w, scales) : zero_words();
         unrolled<R>([&](int r) ALWAYS {
             float* const total = group.out + r * PANEL + v * 16;
             const Floats before = group.is_first ? zero() : load_floats(total);
-            const Floats correction = splat(float(group.correction[r]));
-            store_floats(total, add_scaled<ZEROS>(sum[r][v], correction, w, scales, scale, before));
+            store_floats(total, add_scaled<ZEROS>(sum[r][v], splat_word(group.correction[r]), zeros, scale, before));
         });
     });
 }
@@ -101,51 +126,53 @@ inline ALWAYS void add_block(const int8_t* a, int64_t lda, const Load& load, Wor
 }
 #endif
 
-// A group that another tile has unpacked to bytes. Each group is a call: in a loop over groups, GCC would keep sums in
-// memory.
-template <int R, int V, bool ZEROS>
-__attribute__((noinline)) void add_unpacked_group(const Int4Group& group, const uint8_t* b, Prefetch& ahead) {
+// Adds the products of the inputs from `a` to `stop`, which are a multiple of SUMMED; `a` is `stop` then.
+template <class Bytes, int R, int V, class Load>
+inline ALWAYS void add_columns(
+    const int8_t*& a, const int8_t* stop, int64_t lda, const Load& load, Words (&sum)[R][V]
+) {
+#if !BYTE_DOTS
+    if constexpr (Bytes::BELOW_16) {
+        for (; a < stop; a += SUMMED) add_block(a, lda, load, sum);
+        return;
+    }
+#endif
+    for (; a < stop; a += 4) {
+        Words column[V];
+        load(0, column);
+        add_bytes_of(a, lda, column, sum);
+    }
+}
+
+// A group whose bytes are in memory. Each group is a call: in a loop over groups, GCC would keep sums in memory.
+template <class Bytes, int R, int V, bool ZEROS>
+__attribute__((noinline)) void add_stored_group(const RowGroup& group, const uint8_t* b, Prefetch& ahead) {
     const int8_t *a = group.a, *const a_end = a + group.count;
     const int64_t lda = group.lda;
     Words sum[R][V];
-    begin_group<R, V, ZEROS>(group.correction, sum);
-#if !BYTE_DOTS
-    for (; a < a_end; a += SUMMED, b += SUMMED / 4 * UNPACKED_VECTORS * LINE) {
-        ahead.step(), ahead.step();
-        add_block(
-            a, lda,
-            [&](int i, Words(&column)[V]) ALWAYS {
-                unrolled<V>([&](int v) ALWAYS {
-                    column[v] = in_register(load_words(b + (i * UNPACKED_VECTORS + v) * LINE));
-                });
-            },
-            sum
-        );
-    }
-#else
+    begin_group<Bytes, R, V, ZEROS>(group.correction, sum);
+    const auto load = [&](int, Words(&column)[V]) ALWAYS {
+        unrolled<V>([&](int v) ALWAYS { column[v] = Bytes::column(b + v * LINE); });
+        b += Bytes::STRIDE;
+    };
     while (a < a_end) {
         const int8_t* const stop = ahead.step() ? std::min(a_end, a + 8 * PREFETCH_STEPS) : a_end;
-        for (; a < stop; a += 4, b += UNPACKED_VECTORS * LINE) {
-            Words column[V];
-            unrolled<V>([&](int v) ALWAYS { column[v] = in_register(load_words(b + v * LINE)); });
-            add_bytes_of(a, lda, column, sum);
-        }
+        add_columns<Bytes>(a, stop, lda, load, sum);
     }
-#endif
-    finish_group<R, V, ZEROS>(sum, group);
+    finish_group<Bytes, R, V, ZEROS>(sum, group);
 }
 
 // A group whose numbers are unpacked in registers and, if KEPT, stored for other tiles.
 template <int R, int V, bool KEPT, bool ZEROS>
 __attribute__((noinline)) void add_packed_group(
-    const Int4Group& group, const uint8_t* b, uint8_t* unpacked, int64_t first, Prefetch& ahead
+    const RowGroup& group, const uint8_t* b, uint8_t* unpacked, int64_t first, Prefetch& ahead
 ) {
     const Weight& w = group.w;
     const int64_t step = R <= 2 ? PREFETCHED_LINE_STEP * LINE : LINE;
     const int8_t *a = group.a, *const a_end = a + group.count;
     const int64_t lda = group.lda;
     Words sum[R][V];
-    begin_group<R, V, ZEROS>(group.correction, sum);
+    begin_group<UnpackedInt4, R, V, ZEROS>(group.correction, sum);
     constexpr int64_t INPUTS = BYTE_DOTS ? 4 * PREFETCH_STEPS : SUMMED;  // at a time
     for (; a < a_end; a += INPUTS) {
         ahead.step();
@@ -168,12 +195,12 @@ __attribute__((noinline)) void add_packed_group(
         add_block(a, lda, unpack, sum);
 #endif
     }
-    finish_group<R, V, ZEROS>(sum, group);
+    finish_group<UnpackedInt4, R, V, ZEROS>(sum, group);
 }
 
-// R rows of SUMMED_BYTES, from row `row` on, times a panel of int4 weights.
+// R rows of SUMMED_BYTES, from row `row` on, times a panel.
 template <int R>
-void tile_int4_bytes(const Product& product, int64_t row, int64_t panel, Prefetch ahead, float* out) {
+void tile_groups(const Product& product, int64_t row, int64_t panel, Prefetch ahead, float* out) {
     const Weight& w = *product.weight;
     const int8_t* const a = product.row_bytes(row);
     const int64_t lda = product.ld_bytes();
@@ -194,14 +221,19 @@ void tile_int4_bytes(const Product& product, int64_t row, int64_t panel, Prefetc
                     std::memcpy(&all, a + r * lda + w.kpad + end / SUMMED * 4, 4);
                     correction[r] = int32_t(all - before);
                 }
+                const RowGroup group{w, at, end - begin, a + begin, lda, correction, !g, out + first * 16};
+                if (w.kind == UINT8) {
+                    if constexpr (!GROUP_TILES)
+                        add_stored_group<StoredBytes, R, V, ZEROS>(group, packed + begin * PANEL + first * LINE, ahead);
+                    continue;
+                }
                 uint8_t* const bytes = unpacked ? unpacked + unpacked_at(w, first) + begin / 4 * UNPACKED_VECTORS * LINE
                                                 : nullptr;
                 const uint8_t* const b = packed + begin * PANEL / 2;
-                const Int4Group group{w, at, end - begin, a + begin, lda, correction, !g, out + first * 16};
                 if (!bytes) add_packed_group<R, V, false, ZEROS>(group, b, bytes, first, ahead);
                 else if constexpr (R >= LEAST_TILE_ROWS) {
                     if (product.unpacks) add_packed_group<R, V, true, ZEROS>(group, b, bytes, first, ahead);
-                    else if constexpr (!INT4_TILES) add_unpacked_group<R, V, ZEROS>(group, bytes, ahead);
+                    else if constexpr (!GROUP_TILES) add_stored_group<UnpackedInt4, R, V, ZEROS>(group, bytes, ahead);
                 }
             }
     };
@@ -214,12 +246,12 @@ void tile_int4_bytes(const Product& product, int64_t row, int64_t panel, Prefetc
             );
 }
 
-// Of an unpacked panel, for `row_tiles`.
-template <bool ZEROS>
-struct Int4Words {
-    static constexpr int LEAST_ROWS = LEAST_TILE_ROWS;
+// Sums and totals in registers, for `row_tiles`.
+template <class Bytes, bool ZEROS>
+struct GroupWords {
+    static constexpr int LEAST_ROWS = Bytes::LEAST_ROWS;
     static int64_t steps(const Weight& w) { return w.kpad / 4; }
-    static constexpr int beside(int) { return UNPACKED_VECTORS; }
+    static constexpr int beside(int rows) { return Bytes::beside(rows); }
 
     template <int R, int V, class Finish>
     static __attribute__((noinline)) void add(
@@ -229,46 +261,39 @@ struct Int4Words {
         const Weight& w = *product.weight;
         const int64_t lda = product.ld_bytes(), begin = panel * PANEL + first * 16, inputs = w.kpad, group = w.group,
                       groups = scale_groups(w);
-        const char* a = reinterpret_cast<const char*>(product.row_bytes(row));
+        const int8_t* a = product.row_bytes(row);
+        columns += Bytes::at(w, first);
         for (int64_t left = count; left; left--, row += R, a += R * lda) {
             fetch_outputs<R, V>(product, row, begin);
             const int64_t lines = left <= ahead.tiles ? ahead.lines : 0;
-            const char *const a_end = a + inputs, *x = a, *block_sums = a_end;
+            const int8_t *const a_end = a + inputs, *x = a, *block_sums = a_end;
             const uint8_t* b = columns;
             Floats total[R][V];
             unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { total[r][v] = zero(); }); });
             int64_t scales = panel * groups * PANEL + first * 16;
             for (int64_t g = groups; g; g--, scales += PANEL) {
-                const char* const stop = g > 1 ? x + group : a_end;
+                const int8_t* const stop = g > 1 ? x + group : a_end;
                 const int64_t block_bytes = (stop - x) / SUMMED * 4;
                 Words correction[R], sum[R][V];
                 unrolled<R>([&](int r) ALWAYS {
-                    const int8_t* const before = reinterpret_cast<const int8_t*>(block_sums + r * lda);
+                    const int8_t* const before = block_sums + r * lda;
                     correction[r] = sub32(broadcast_word(before + block_bytes), broadcast_word(before));
-                    unrolled<V>([&](int v) ALWAYS { sum[r][v] = ZEROS ? zero_words() : correction[r]; });
+                    const Words start = ZEROS ? zero_words() : Bytes::begin(correction[r]);
+                    unrolled<V>([&](int v) ALWAYS { sum[r][v] = start; });
                 });
                 block_sums += block_bytes;
                 const auto load = [&](int, Words(&column)[V]) ALWAYS {
                     for (int64_t line = 0; line < lines; line++, ahead.at += LINE) prefetch_far(ahead.at);
-                    unrolled<V>([&](int v) ALWAYS { column[v] = in_register(load_words(b + v * LINE)); });
-                    b += V * LINE;
+                    unrolled<V>([&](int v) ALWAYS { column[v] = Bytes::column(b + v * LINE); });
+                    b += Bytes::STRIDE;
                 };
-#if BYTE_DOTS
-                for (; x < stop; x += 4) {
-                    Words column[V];
-                    load(0, column);
-                    add_bytes_of(reinterpret_cast<const int8_t*>(x), lda, column, sum);
-                }
-#else
-                for (; x < stop; x += SUMMED) add_block(reinterpret_cast<const int8_t*>(x), lda, load, sum);
-#endif
+                add_columns<Bytes>(x, stop, lda, load, sum);
                 in_registers(sum);
                 unrolled<V>([&](int v) ALWAYS {
                     const Floats scale = group_scales(w, scales + v * 16);
+                    const Words zeros = ZEROS ? zero_points<Bytes>(w, scales + v * 16) : zero_words();
                     unrolled<R>([&](int r) ALWAYS {
-                        total[r][v] = add_scaled<ZEROS>(
-                            sum[r][v], to_floats(correction[r]), w, scales + v * 16, scale, total[r][v]
-                        );
+                        total[r][v] = add_scaled<ZEROS>(sum[r][v], correction[r], zeros, scale, total[r][v]);
                     });
                 });
             }
@@ -285,19 +310,24 @@ struct Int4Words {
     }
 };
 
-// Rows [begin, end) times an unpacked panel.
-template <int V>
-void int4_tiles(const Product& product, int64_t begin, int64_t end, PanelPart part) {
-    if constexpr (INT4_TILES) {
+// Rows [begin, end) times vectors of a panel, at `columns`, V at a time.
+template <class Bytes, int V>
+void group_tiles(const Product& product, int64_t begin, int64_t end, const uint8_t* columns, PanelPart part) {
+    if constexpr (GROUP_TILES) {
         const Weight& w = *product.weight;
-        const auto* const bytes = static_cast<const uint8_t*>(product.unpacked);
-        for (part.first = 0; part.first < 4 && part.panel * PANEL + part.first * 16 < w.n;
-             part.first += V, part.next = nullptr) {
-            const uint8_t* const columns = bytes + unpacked_at(w, part.first);
-            if (w.zeros) row_tiles<Int4Words<true>, V>(product, begin, end, columns, part);
-            else row_tiles<Int4Words<false>, V>(product, begin, end, columns, part);
+        const int64_t last = std::min(part.first + part.count, (w.n - part.panel * PANEL + 15) / 16);
+        for (; part.first < last; part.first += V, part.next = nullptr) {
+            if (w.zeros) row_tiles<GroupWords<Bytes, true>, V>(product, begin, end, columns, part);
+            else row_tiles<GroupWords<Bytes, false>, V>(product, begin, end, columns, part);
         }
     }
+}
+
+// The same for a panel of bytes.
+void byte_group_tiles(const Product& product, int64_t begin, int64_t end, PanelPart part) {
+    const uint8_t* const columns = panel_data(*product.weight, part.panel);
+    if (part.count == 4 && end - begin <= 3) group_tiles<StoredBytes, 4>(product, begin, end, columns, part);
+    else group_tiles<StoredBytes, 2>(product, begin, end, columns, part);
 }
 
 }  // namespace
