@@ -20,6 +20,7 @@ import pytest
 import tritonclient.grpc as triton
 from running import RunningServer
 from tritonclient.utils import InferenceServerException
+from waiting import stop
 
 import saccade
 from benchmarks.hostile_formats import HOSTILE
@@ -308,7 +309,7 @@ def test_a_format_whose_request_has_ended_is_not_compiled(text_model: Path) -> N
 
         ask("a").final()
         constraining = running.engine._engine._constraining  # type: ignore[attr-defined]
-        os.kill(constraining._trials.pid, signal.SIGSTOP)
+        stop(constraining._trials.pid)
         try:
             with ask("b") as first:
                 running.until(lambda stats: stats["live"] == 1)

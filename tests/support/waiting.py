@@ -6,9 +6,11 @@ import array
 import fcntl
 import os
 import select
+import signal
 import termios
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -18,6 +20,13 @@ def until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout:g} s"
         time.sleep(0.002)
+
+
+def stop(pid: int) -> None:
+    """Stops a process and waits until it stands still. The signal goes to its main thread, and until that gets a core,
+    the other threads run on."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
 
 
 def sent_to(worker: Any, timeout: float = 30.0) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from grammar_walks import END, TOKENIZER, VOCABULARY
-from waiting import until
+from waiting import stop
 
 from service.common.types import TextFormat
 from service.engine.trials import Trials
@@ -84,12 +84,6 @@ def test_a_format_that_ends_the_process_is_refused(
         trials.check(format)
     monkeypatch.undo()
     trials.check(DIGIT)
-
-
-def stop(pid: int) -> None:
-    """Stops a process and waits until it stands still: it may run for a moment after the signal."""
-    os.kill(pid, signal.SIGSTOP)
-    until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
 
 
 def test_a_process_that_does_not_reply_is_killed_and_says_nothing_about_the_format(
