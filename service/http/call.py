@@ -22,6 +22,7 @@ from saccade.errors import (
     MessageTooLarge,
     Overloaded,
     SaccadeError,
+    Unavailable,
     Unimplemented,
 )
 from service.common.config import HttpFrontOptions
@@ -48,8 +49,8 @@ BESIDE_THE_LOOP = 256 * 1024
 STRANGER_BYTES = 64 * 1024
 """Bytes of a body that are read before a server has said that it knows the caller's key."""
 KNOWN_SECONDS, MAX_KNOWN_KEYS = 300.0, 4096
-"""Seconds for which a server is not asked again, and the number of keys that are remembered. The question is a request
-that a key's rate counts, so it must be rarer than one a minute, the lowest rate."""
+"""Seconds for which a server is not asked again, and the number of keys that are remembered. A server of an older
+release counts the question as one of the key's requests, so it must be rarer than one a minute, the lowest rate."""
 
 
 class ClientGone(Exception):
@@ -190,25 +191,26 @@ class HttpCall:
             await _check_key(self, int(declared))
         chunks: list[bytes] = []
         size = 0
-        try:
-            async with asyncio.timeout(options.receive_timeout):
-                while True:
+        end = asyncio.get_running_loop().time() + options.receive_timeout
+        while True:
+            try:
+                async with asyncio.timeout_at(end):
                     message = await self.receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    chunk = message.get("body", b"")
-                    size += len(chunk)
-                    self._check_size(size)
-                    await _check_key(self, size)
-                    self.front.budget.add(len(chunk))
-                    self.held += len(chunk)
-                    chunks.append(chunk)
-                    if not message.get("more_body"):
-                        return b"".join(chunks)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the body did not arrive within {options.receive_timeout:g} s", reason="SLOW_WRITER"
-            ) from None
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"the body did not arrive within {options.receive_timeout:g} s", reason="SLOW_WRITER"
+                ) from None
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            self._check_size(size)
+            await _check_key(self, size)
+            self.front.budget.add(len(chunk))
+            self.held += len(chunk)
+            chunks.append(chunk)
+            if not message.get("more_body"):
+                return b"".join(chunks)
 
     def _check_size(self, size: int) -> None:
         options = self.front.options
@@ -289,12 +291,19 @@ class HttpCall:
 
 async def _check_key(call: HttpCall, size: int) -> None:
     """Asks a server whether it knows the caller's key before more than `STRANGER_BYTES` of a body are read: calls are
-    made only when all of it has been read. Raises Unauthenticated if it does not."""
+    made only when all of it has been read. Raises Unauthenticated if it does not, and Unavailable if no server has
+    answered within `receive_timeout`, for which a client would also hold a connection with a body."""
     if size <= STRANGER_BYTES:
         return
     owner = owner_of(call.headers)
     if owner not in call.front.known_keys:
-        await call.caller().check_key()
+        seconds = call.front.options.receive_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                await call.caller().check_key()
+        except TimeoutError:
+            words = f"no server has said within {seconds:g} s (receive_timeout) whether it knows the key"
+            raise Unavailable(words, retryable=True) from None
         call.front.known_keys.add(owner)
 
 

@@ -25,9 +25,10 @@ from service.common.config import HttpFrontOptions
 
 log = logging.getLogger(__name__)
 
-LINGER_SECONDS = 30.0
-"""Seconds for which the rest of a body is read and dropped after an answer that came before its end. A connection that
-is closed with unread data is reset, and the client's system may then drop the answer."""
+LINGER_SECONDS, STOPPING_SECONDS = 30.0, 1.0
+"""Seconds for which the rest of a body is read and dropped after an answer that came before its end, and the same while
+the server stops, which waits for it. A connection that is closed with unread data is reset, and the client's system may
+then drop the answer."""
 
 PIPELINED, SLICE = 64, 16 * 1024
 """Requests that may wait for the answer to another one of their connection before no more bytes are parsed, and the
@@ -75,23 +76,17 @@ class LimitedProtocol(HttpToolsProtocol):
         """What has arrived after too many requests that wait for answers."""
         self._last_answer = False
         """The answer has told the client that the connection ends with it."""
+        self._linger_seconds = LINGER_SECONDS
         self._linger_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport, lambda: bool(self._unparsed))
-        self._drop_unread(transport)
+        _drop_unread(transport, self.limits.stall_timeout)
         if len(self.connections) > self.limits.http_max_connections:
             self._refuse(503, f"the server has reached its limit of {self.limits.http_max_connections} connections")
             return
         self._await_head()
-
-    def _drop_unread(self, transport: asyncio.Transport) -> None:
-        """Lets the system close the connection if sent data stays unread for too long, also after the request's end."""
-        connection = transport.get_extra_info("socket")
-        if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
-            milliseconds = max(1, min(2**31 - 1, round(self.limits.stall_timeout * 1000)))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
@@ -128,7 +123,7 @@ class LimitedProtocol(HttpToolsProtocol):
                     at += len(piece)
                 except httptools.HttpParserUpgrade as upgrade:
                     at += upgrade.args[0]
-                    head = self._head_without_upgrade()
+                    head = _without_upgrade(self.parser, self.url, self.headers)
                     self.parser = httptools.HttpRequestParser(self)
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
                     self.parser.feed_data(head)
@@ -137,12 +132,6 @@ class LimitedProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             log.warning("Invalid HTTP request received.")
             self.send_400_response("")
-
-    def _head_without_upgrade(self) -> bytes:
-        version = self.parser.get_http_version().encode()
-        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
-        lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
-        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -200,9 +189,22 @@ class LimitedProtocol(HttpToolsProtocol):
             self._parse(b"")
         if self._last_answer and not self.transport.is_closing():
             self._unset_keepalive_if_required()
-            self._linger_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+            self._linger()
             if self.transport.can_write_eof():
                 self.transport.write_eof()
+
+    def _linger(self) -> None:
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+        self._linger_timer = self.loop.call_later(self._linger_seconds, self.transport.close)
+
+    def shutdown(self) -> None:
+        """uvicorn's, which would reset a connection whose last answer has begun."""
+        self._linger_seconds = STOPPING_SECONDS
+        if self._linger_timer is not None:
+            self._linger()
+        elif not self._last_answer:
+            super().shutdown()
 
     def _check_head(self, size: int) -> None:
         """Refuses a head of too many bytes."""
@@ -240,6 +242,21 @@ class LimitedProtocol(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def _drop_unread(transport: asyncio.Transport, seconds: float) -> None:
+    """Lets the system close the connection if sent data stays unread for too long, also after the request's end."""
+    connection = transport.get_extra_info("socket")
+    if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
+        milliseconds = max(1, min(2**31 - 1, round(seconds * 1000)))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+
+
+def _without_upgrade(parser: httptools.HttpRequestParser, url: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The head that the parser has read, without `upgrade`."""
+    lines = [b"%b %b HTTP/%b" % (parser.get_method(), url, parser.get_http_version().encode())]
+    lines += [b"%b: %b" % (name, value) for name, value in headers if name != b"upgrade"]
+    return b"\r\n".join([*lines, b"", b""])
 
 
 def _send_without_chunks(cycle: RequestResponseCycle) -> None:

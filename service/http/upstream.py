@@ -20,11 +20,19 @@ from saccade._core.settings import CallSettings, TLSConfig, make_settings
 from saccade._core.steps import Call
 from saccade._transport.aio import AsyncConnection, AsyncExchange
 from saccade._transport.local_aio import AsyncLocalConnection
-from saccade.errors import NotFound, Overloaded, PermissionDenied, RateLimited, SaccadeError, Unavailable
+from saccade.errors import (
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    RateLimited,
+    SaccadeError,
+    Unavailable,
+    error_from_rpc,
+)
 from saccade.types import Delta
 from saccade.v1 import inference_pb2, model_pb2
 from service.common.config import HttpFrontOptions
-from service.common.http_requests import ACCEPTED, HOLD
+from service.common.http_requests import ACCEPTED, CHECK_KEY, HOLD
 
 log = logging.getLogger(__name__)
 
@@ -163,19 +171,30 @@ class Caller:
     async def check_key(self) -> None:
         """Asks one server after the other until one says whether it knows the caller's key. Raises Unauthenticated if
         it does not, and the error of one server if none answers."""
-        request = model_pb2.ListModelsRequest()
         failure: SaccadeError | None = None
-        for connection in self.upstream.order(request):
+        for connection in self.upstream.order(None):
             name = self.upstream.names[self.upstream.connections.index(connection)]
             try:
-                await self.soon(name, self.call("model", "ListModels", request, on=connection))
-                return
-            except (PermissionDenied, RateLimited):  # of a key that it knows
-                return
+                return await self.soon(name, self._check_key(connection))
             except (Unavailable, Overloaded) as error:
                 failure = error
         assert failure is not None
         raise failure
+
+    async def _check_key(self, connection: Connection) -> None:
+        if isinstance(connection, AsyncLocalConnection):  # an engine in this process has no keys
+            return
+        try:
+            await connection.grpc_channel().unary_unary(CHECK_KEY)(
+                b"", metadata=self.metadata, timeout=self.deadline.left()
+            )
+            return
+        except grpc.RpcError as error:
+            if error.code() != grpc.StatusCode.UNIMPLEMENTED:
+                raise error_from_rpc(error) from error
+        # The server is older. It counts this as one of the key's requests.
+        with contextlib.suppress(PermissionDenied, RateLimited):  # of a key that it knows
+            await self.call("model", "ListModels", model_pb2.ListModelsRequest(), on=connection)
 
     async def of_any(self, ask: Callable[[Connection], Awaitable[T]]) -> T:
         """What the first server that does not fail answers to `ask`. Raises the error of one if all fail, NotFound only

@@ -1,4 +1,5 @@
-"""HTTP requests that make several gRPC calls: a drain between two of them must not end a request that was accepted.
+"""What HTTP servers ask for: whether a key is known, and that several gRPC calls are one request. A drain between two
+of them must not end a request that was accepted.
 
 The HTTP process of `saccade serve` holds one call of this service open meanwhile, which the server rejects while it
 drains and waits for otherwise. The request's other calls are accepted also during a drain. All of this is only for the
@@ -12,9 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
+from google.protobuf.empty_pb2 import Empty
 
 from service.common import errors
-from service.common.http_requests import ACCEPTED, HOLD, SERVICE
+from service.common.http_requests import ACCEPTED, CHECK_KEY, HOLD, SERVICE
 from service.rpc.statuses import abort
 
 
@@ -27,6 +29,11 @@ def is_private(context: Any) -> bool:
 def is_accepted(headers: Mapping[str, str | bytes], context: Any) -> bool:
     """Whether a call belongs to an HTTP request that has been accepted."""
     return ACCEPTED in headers and is_private(context)
+
+
+async def _check_key(request: Empty, context: Any) -> Empty:
+    """Is called once the interceptor has found the key."""
+    return request
 
 
 class HttpRequests:
@@ -43,7 +50,11 @@ class HttpRequests:
     def handler(self) -> grpc.GenericRpcHandler:
         """The service."""
         hold = grpc.unary_stream_rpc_method_handler(self._hold, request_deserializer=bytes)
-        return grpc.method_handlers_generic_handler(SERVICE, {HOLD.rpartition("/")[2]: hold})
+        check = grpc.unary_unary_rpc_method_handler(
+            _check_key, request_deserializer=Empty.FromString, response_serializer=Empty.SerializeToString
+        )
+        methods = {HOLD: hold, CHECK_KEY: check}
+        return grpc.method_handlers_generic_handler(SERVICE, {n.rpartition("/")[2]: m for n, m in methods.items()})
 
     async def _hold(self, request: bytes, context: Any) -> None:
         """Ends when the client cancels it."""

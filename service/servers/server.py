@@ -196,8 +196,7 @@ class Server:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         triton = KServeServicer(self.calls, self._model, self.budget, version=_version(), ready=ready)
         server.add_generic_rpc_handlers((triton.handler(),))
-        if self.private_socket is not None:
-            server.add_generic_rpc_handlers((self.http_requests.handler(),))
+        server.add_generic_rpc_handlers((self.http_requests.handler(),))
         others = [SERVICE]
         if self.options.vllm_engine:
             others.append(self._add_gateway_service(server, ready))

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 from http.client import HTTPResponse
 from pathlib import Path
@@ -86,18 +87,40 @@ def test_a_large_body_of_a_stranger_is_not_read(front: RunningHttp, rest: bytes,
 
 
 def test_a_key_is_asked_for_once_and_only_for_large_bodies(front: RunningHttp) -> None:
-    """The key may make three requests a minute, and the question is one."""
-    assert [post(front, LARGE, "metered").status_code for _ in range(3)] == [200, 200, 429]
+    """The key may make three requests a minute, and the question is none."""
+    assert [post(front, LARGE, "metered").status_code for _ in range(4)] == [200, 200, 200, 429]
     assert [post(front, LARGE, "two").status_code for _ in range(9)] == [200] * 9
     assert post(front, SMALL, None).status_code == 401
     assert len(front.front.known_keys._until) == 2, "small bodies ask no server"
 
 
-def test_a_key_that_may_not_make_the_call_is_known(front: RunningHttp) -> None:
-    assert [post(front, SMALL, "slow").status_code for _ in range(4)] == [200, 200, 200, 429]
-    for key, status in (("slow", 429), ("boss", 403)):
+@pytest.mark.parametrize("older", [False, True])
+def test_a_key_that_may_not_make_the_call_is_known(
+    locked: RunningServer, front: RunningHttp, older: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of an older release has no method for the question."""
+    if older:
+        monkeypatch.setattr(upstream, "CHECK_KEY", "/saccade.private.HttpRequests/New")
+    while post(front, SMALL, "slow").status_code != 429:
+        pass
+    for key, status in (("slow", 429), ("boss", 403), ("two", 200), ("wrong", 401)):
         assert post(front, LARGE, key).status_code == status
-    assert len(front.front.known_keys._until) == 2
+    assert len(front.front.known_keys._until) == 3
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_question_for_a_key_has_a_time_limit(chunked: bool) -> None:
+    """The client is not the one that is slow. gRPC would give up its connection after 20 s."""
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        with RunningHttp([f"127.0.0.1:{hung.getsockname()[1]}"], receive_timeout=0.5) as http:
+            rest = b"content-length: %d\r\n\r\n" % 2**20
+            if chunked:
+                rest = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b" % (2**20, b" " * 2**17)
+            with sent(http, HEAD + rest) as connection:
+                connection.settimeout(15)
+                answer = answer_of(connection)
+                assert answer.status == 503
+                assert "within 0.5 s (receive_timeout)" in json.load(answer)["error"]["message"]
 
 
 def test_another_server_is_asked_if_one_does_not_answer(locked: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +166,33 @@ def test_the_rest_of_a_body_after_the_answer_is_dropped_for_a_time(
 
 def _closed(connection: socket.socket) -> bool:
     return not b"".join(iter(lambda: connection.recv(2**16), b"")).startswith(b"HTTP")
+
+
+def test_a_stop_hardly_waits_for_the_rest_of_a_body_whose_answer_it_has_seen(locked: RunningServer) -> None:
+    with RunningHttp([locked.address], receive_timeout=0.5, grace=20.0) as http:
+        with sent(http, HEAD + b"content-length: 10\r\n\r\n") as connection:
+            until(lambda: http.front.running == 1)
+            began = time.monotonic()
+            http.close()
+            assert time.monotonic() - began < 15
+            answer = answer_of(connection)
+            assert answer.status == 408 and answer.read() and connection.recv(1) == b""
+
+
+def test_a_stop_does_not_reset_a_connection_whose_client_still_sends(front: RunningHttp) -> None:
+    with sent(front, HEAD.replace(b"chat", b"no") + b"content-length: 10\r\n\r\n") as connection:
+        assert answer_of(connection).status == 404
+        (lingering,) = front.http.server_state.connections
+
+        async def stop() -> None:
+            lingering.shutdown()  # as uvicorn's server does for each connection
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+        asyncio.run_coroutine_threadsafe(stop(), front.loop).result(60)
+        connection.sendall(b" " * 9)
+        connection.sendall(b" ")
+        assert _closed(connection)
 
 
 @pytest.mark.parametrize("finish", [lambda c: c.sendall(b" " * 10), lambda c: c.close()], ids=["end", "leave"])

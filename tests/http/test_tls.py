@@ -18,6 +18,7 @@ from running_http import RunningHttp
 from waiting import until
 
 from service.common.config import ConfigError, HttpFrontOptions, HttpOptions
+from service.http.call import STRANGER_BYTES
 from service.http.listen import SPARE, bind, url_of
 from service.http.run import run
 from service.http.tls import check_servers, tls_context
@@ -68,6 +69,21 @@ def test_clients_need_a_certificate_of_the_authority(server: RunningServer, tmp_
                 httpx.get(url, verify=trusted, timeout=10)
         trusted.load_cert_chain(*authority.issue("friend"))
         assert httpx.get(url, verify=trusted, timeout=10).status_code == 200
+
+
+def test_a_large_body_for_servers_that_know_certificates_and_no_keys(
+    model: Path, authority: Authority, tmp_path: Path
+) -> None:
+    certificate, key = map(str, authority.issue("server"))
+    options = {"tls_cert": certificate, "tls_key": key, "tls_client_ca": str(authority.certificate)}
+    body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 1, "user": "x" * 2 * STRANGER_BYTES}
+    to_servers: dict[str, Any] = {"servers_ca": str(authority.certificate)}
+    with RunningServer(str(model), max_seqs=2, max_len=300, **options) as server:
+        for owner, status in ((authority, 200), (Authority.create(tmp_path / "other"), 503)):
+            mine = dict(zip(("servers_cert", "servers_cert_key"), map(str, owner.issue("front")), strict=True))
+            with RunningHttp([server.address], **to_servers, **mine) as http:
+                answer = httpx.post(f"{http.url}/v1/chat/completions", json=body, timeout=60)
+                assert answer.status_code == status, answer.text
 
 
 def test_handshakes_count_as_connections_and_have_a_time_limit(server: RunningServer, tmp_path: Path) -> None:
