@@ -2,7 +2,7 @@
 of them must not end a request that was accepted.
 
 The HTTP process of `saccade serve` holds one call of this service open meanwhile, which the server rejects while it
-drains and waits for otherwise. The request's other calls are accepted also during a drain. All of this is only for the
+drains and waits for otherwise. The request's other calls are accepted also during a drain. That is only for the
 private Unix socket: calls through the public port are accepted one by one.
 """
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import socket
 import sys
 import threading
+import time
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
+log = logging.getLogger(__name__)
+
 MAX_SCRAPES = 16
 """Connections at a time; further ones are closed at once."""
 READ_SECONDS = 10.0
-"""Seconds that a connection may pause while it sends its request or reads the answer."""
+"""Seconds within which the whole request must arrive, and the same for reading a part of the answer."""
 
 
 class MetricsServer(ThreadingWSGIServer):
@@ -50,10 +55,37 @@ class MetricsServer(ThreadingWSGIServer):
             super().handle_error(request, client_address)
 
 
+class _InTime(io.RawIOBase):
+    """A connection as a file, with its time limits."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._end = connection, time.monotonic() + READ_SECONDS
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._connection.settimeout(max(self._end - time.monotonic(), 0.001))  # 0 would not wait at all
+        return self._connection.recv_into(buffer)
+
+    def write(self, data: Any) -> int:
+        self._connection.settimeout(READ_SECONDS)
+        try:
+            self._connection.sendall(data)
+        except TimeoutError:
+            log.warning("a client has not read its metrics for %g s: its connection is closed", READ_SECONDS)
+            raise ConnectionAbortedError from None  # for which wsgiref logs no traceback
+        return len(data)
+
+
 class _Handler(WSGIRequestHandler):
     def setup(self) -> None:
-        self.request.settimeout(READ_SECONDS)
-        super().setup()
+        self.connection = self.request
+        self.wfile = _InTime(self.connection)
+        self.rfile = io.BufferedReader(self.wfile)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Does not log requests."""

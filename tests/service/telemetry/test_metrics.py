@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from waiting import until
 
 from service.common.config import ConfigError
@@ -106,8 +106,33 @@ def test_connections_to_the_port_are_few_and_end(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(metrics_port, "READ_SECONDS", 0.3)
         with opened() as slow:
             assert slow.recv(1) == b""
+        with opened() as steady:
+            steady.sendall(b"GET /")
+            steady.settimeout(0.1)
+            with pytest.raises(ConnectionError):  # the server has closed it, although the client did not pause
+                for _ in range(100):
+                    steady.sendall(b"x")
+                    with contextlib.suppress(TimeoutError):
+                        steady.recv(1)
     finally:
         stop()
+
+
+def test_a_client_that_does_not_read_is_one_line_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    metrics = Metrics()
+    Counter("long", "x" * 2**23, registry=metrics.registry)  # more than the system holds for it
+    monkeypatch.setattr(metrics_port, "READ_SECONDS", 0.3)
+    port, stop = metrics.serve("127.0.0.1", 0)
+    try:
+        with socket.create_connection(("127.0.0.1", port), 60) as unread:
+            unread.sendall(b"GET /metrics HTTP/1.1\r\nhost: a\r\n\r\n")
+            until(lambda: bool(caplog.records))
+    finally:
+        stop()
+    assert [record.getMessage()[:36] for record in caplog.records] == ["a client has not read its metrics fo"]
+    assert capfd.readouterr().err == ""
 
 
 def test_encoders_elsewhere_are_a_label() -> None:
