@@ -84,8 +84,8 @@ class _InTime(io.RawIOBase):
 class _Handler(WSGIRequestHandler):
     def setup(self) -> None:
         self.connection = self.request
-        self.wfile = _InTime(self.connection)
-        self.rfile = io.BufferedReader(self.wfile)
+        self.wfile = _InTime(self.connection)  # type: ignore[assignment]
+        self.rfile = io.BufferedReader(self.wfile)  # type: ignore[type-var]
 
     def log_message(self, format: str, *args: Any) -> None:
         """Does not log requests."""

@@ -8,7 +8,7 @@ import itertools
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -222,6 +222,49 @@ def test_requests_that_wait_for_an_answer_are_few(front: RunningHttp, monkeypatc
     assert most <= protocol.PIPELINED + protocol.SLICE // len(probe)
 
 
+def test_nothing_is_read_while_pipelined_requests_wait_unparsed() -> None:
+    """With each answer, what had arrived meanwhile was copied, and more was read."""
+    probe = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+    most = 0
+
+    async def flood() -> None:
+        async with answering(app) as (made, address):
+            nonlocal most
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(probe * 2**17)
+            for _ in range(3 * protocol.PIPELINED):
+                await reader.readuntil(b"ok")
+                most = max(most, len(made[0]._unparsed))
+            assert not made[0].transport.is_reading()
+            writer.transport.abort()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()  # with which uvicorn reads on
+        for _ in range(3):
+            await asyncio.sleep(0)  # the loop reads what there is
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    asyncio.run(asyncio.wait_for(flood(), 60))
+    assert 0 < most <= 256 * 1024
+
+
+@contextlib.asynccontextmanager
+async def answering(app: Any) -> AsyncIterator[tuple[list[protocol.LimitedProtocol], tuple[str, int]]]:
+    """Serves an application in this loop. Gives the connections and the address."""
+    config = uvicorn.Config(app, ws="none", loop="none", lifespan="off", log_config=None, access_log=False)
+    config.load()
+    made: list[protocol.LimitedProtocol] = []
+    kind = protocol.protocol_class(HttpFrontOptions(servers=("127.0.0.1:1",)))
+
+    def make() -> protocol.LimitedProtocol:
+        made.append(kind(config, ServerState(), {}))  # type: ignore[arg-type]
+        return made[-1]
+
+    async with await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0) as server:
+        yield made, server.sockets[0].getsockname()
+
+
 def test_no_request_follows_the_last_answer() -> None:
     """The answer to the first request begins before its body ends, and ends after the next request has begun."""
     ran: list[str] = []
@@ -236,17 +279,8 @@ def test_no_request_follows_the_last_answer() -> None:
             await end.wait()
             await send({"type": "http.response.body", "body": b"ok"})
 
-        config = uvicorn.Config(app, ws="none", loop="none", lifespan="off", log_config=None, access_log=False)
-        config.load()
-        made: list[protocol.LimitedProtocol] = []
-        kind = protocol.protocol_class(HttpFrontOptions(servers=("127.0.0.1:1",)))
-
-        def make() -> protocol.LimitedProtocol:
-            made.append(kind(config, ServerState(), {}))  # type: ignore[arg-type]
-            return made[-1]
-
-        async with await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0) as server:
-            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        async with answering(app) as (made, address):
+            reader, writer = await asyncio.open_connection(*address)
             writer.write(b"POST /first HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\n\r\nab")
             await begun.wait()
             writer.write(b"cdPOST /second HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\n\r\nxx")

@@ -12,6 +12,7 @@ import pytest
 from clock import Clock
 from counting import lines_run
 from images import png
+from unprivileged import permissions_apply
 
 from encoder.images import read_header
 from encoder.media_limits import ImageError, ImageHeader
@@ -271,6 +272,18 @@ def test_a_restart_takes_over_what_is_whole(tmp_path: Path) -> None:
     with pytest.raises(errors.NotFound):
         second.get("t", old.media_id)
     second.check_integrity()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_folder_that_cannot_be_read_holds_no_uploads(tmp_path: Path, shared: bool) -> None:
+    """Such as lost+found in a volume."""
+    members = {"member": 0, "members": 2} if shared else {}
+    (tmp_path / "lost+found").mkdir(mode=0)
+    with permissions_apply():
+        spool = (SharedSpool if shared else Spool)(tmp_path, 10**6, 100.0, 10**5, read_header, **members)
+        media = put(spool, png(1))
+        assert spool.used_bytes == media.size and spool.sweep() == 0
+        spool.delete("t", media.media_id)
 
 
 @pytest.mark.parametrize("shared", [False, True])
