@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
+from saccade._openai.fields import PartFields
 from saccade._openai.problems import validated
 from saccade._openai.schema import ChatCompletion, DirectCaller, Messages, Strict, TextOr
 from saccade.errors import InvalidArgument
@@ -190,8 +191,8 @@ class MessagesRequest(CountTokens):
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_of(body: CountTokens) -> ChatCompletion:
-    """The same request as a chat completion."""
+def chat_of(body: CountTokens) -> tuple[ChatCompletion, PartFields]:
+    """The same request as a chat completion, and the fields of its parts in this one."""
     continues = _continues(body.messages[-1], f"messages[{len(body.messages) - 1}].content")
     messages = _messages(body)
     options: dict[str, Any] = {
@@ -223,7 +224,8 @@ def chat_of(body: CountTokens) -> ChatCompletion:
         if choice.disable_parallel_tool_use is not None:
             options["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     given = {name: value for name, value in options.items() if value is not None}
-    return validated(ChatCompletion, {"messages": messages, **given})
+    fields = [made.pop("fields", []) for made in messages]
+    return validated(ChatCompletion, {"messages": messages, **given}), fields
 
 
 def _messages(body: CountTokens) -> list[dict[str, Any]]:
@@ -233,7 +235,7 @@ def _messages(body: CountTokens) -> list[dict[str, Any]]:
         messages.append({"role": "system", "content": text})
     for i, message in enumerate(body.messages):
         if message.content:
-            _add_message(messages, message)
+            _add_message(messages, message, f"messages[{i}].content")
         elif message.role != "assistant" or i + 1 < len(body.messages):  # an empty last one begins the answer
             raise InvalidArgument(
                 f"messages[{i}].content: expected content; only a final assistant message may be empty"
@@ -263,18 +265,21 @@ def _tool(tool: AnthropicTool) -> dict[str, Any]:
     return {"type": "function", "function": {**function, "strict": tool.strict}}
 
 
-def _add_message(messages: list[dict[str, Any]], message: AnthropicMessage) -> None:
+def _add_message(messages: list[dict[str, Any]], message: AnthropicMessage, field: str) -> None:
+    """Adds a message, and one before it for each result of a tool. `fields`: of the parts of its content."""
     if isinstance(message.content, str):
         messages.append({"role": message.role, "content": message.content})
         return
     parts: list[dict[str, Any]] = []
+    fields: list[str] = []
     calls: list[dict[str, Any]] = []
     thoughts = ""
-    for block in message.content:
+    for i, block in enumerate(message.content):
         match block:
             case ToolResultBlock(tool_use_id=call_id, content=content):
                 told = content if isinstance(content, str) else [_part(part) for part in content or ()]
-                messages.append({"role": "tool", "tool_call_id": call_id, "content": told})
+                within = [f"{field}[{i}].content[{k}]" for k in range(len(told))] if isinstance(told, list) else []
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": told, "fields": within})
             case ToolUseBlock(id=call_id, name=name, input=value):
                 function = {"name": name, "arguments": json.dumps(value, ensure_ascii=False)}
                 calls.append({"id": call_id, "type": "function", "function": function})
@@ -282,8 +287,9 @@ def _add_message(messages: list[dict[str, Any]], message: AnthropicMessage) -> N
                 thoughts += text
             case TextBlock() | ImageBlock():
                 parts.append(_part(block))
+                fields.append(f"{field}[{i}]")
     if parts or calls or thoughts:
-        made: dict[str, Any] = {"role": message.role, "content": parts}
+        made: dict[str, Any] = {"role": message.role, "content": parts, "fields": fields}
         if thoughts:
             made["reasoning"] = thoughts
         if calls:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from saccade._core.images import image_message
 from saccade._core.requests import build_request
 from saccade._core.tools import MODES
+from saccade._openai.errors import field_in
 from saccade._openai.schema import (
     AllowedToolChoice,
     ChatCompletion,
@@ -47,13 +48,18 @@ _OTHERS = (
 
 
 def chat_request(body: ChatCompletion, opener: Opener, *, request_id: str = "") -> inference_pb2.GenerateRequest:
-    """The message for a chat completion. Raises InvalidArgument."""
+    """The message for a chat completion. Raises InvalidArgument with the field of the chat completion, which may have
+    been made from another request."""
     options = sampling_options(body)
     options["max_tokens"] = body.max_completion_tokens or body.max_tokens
     options |= {name: getattr(body, name) for name in _OTHERS}
     if body.logprobs:
         options["logprobs"] = body.top_logprobs or 0
-    request = build_request(message_dicts(body.messages, opener), request_id=request_id, **options)
+    try:
+        request = build_request(message_dicts(body.messages, opener), request_id=request_id, **options)
+    except InvalidArgument as error:
+        error.field = error.field or field_in(error.message)
+        raise
     _set_tools(request.chat, body)
     return request
 

@@ -61,12 +61,17 @@ def in_words(error: SaccadeError, rules: Rules) -> str:
     return _PATH.sub(lambda path: field_named(path[0], rules), message)
 
 
+def field_in(message: str) -> str:
+    """The field with which an error's message begins; empty without one."""
+    named = _FIELD.match(message)
+    return named[1] if named else ""
+
+
 def error_object(error: SaccadeError, status: int, rules: Rules = CHAT) -> dict[str, Any]:
     """OpenAI's error object. `code` is the error's reason, and `param` the field at fault: the error's, or the one with
     which its message begins. `rules`: those for the fields of this kind of request, with which its message names them
     too."""
-    named = _FIELD.match(error.message)
-    field = field_named(error.field or (named[1] if named else ""), rules)
+    field = field_named(error.field or field_in(error.message), rules)
     return {
         "message": in_words(error, rules),
         "type": error_type(status),

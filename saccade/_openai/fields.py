@@ -6,10 +6,12 @@ Rules are pairs of a regular expression and a replacement, applied in order; a p
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-Rules: TypeAlias = tuple[tuple[str, str], ...]
+Rules: TypeAlias = "tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]"
+PartFields: TypeAlias = Sequence[Sequence[str]]
+"""For each message of a chat completion that was made from another request, the fields of its parts in that request."""
 
 _ALL: Rules = (
     (r"^(?:sampling|chat|header)\.", ""),
@@ -37,7 +39,7 @@ RESPONSE: Rules = (
 )
 MESSAGES: Rules = (
     *_ALL,
-    (r"^(?:input|messages|chat|images|videos)\b.*", "messages"),
+    (r"^(?:input|messages(?!\[\d+\]\.content\[)|chat|images|videos)\b.*", "messages"),
     (r"^(tools\[\d+\])\.function\.parameters\b", r"\1.input_schema"),
     (r"^(tools\[\d+\]|tool_choice)\.function\.", r"\1."),
     (r"^stop\b", "stop_sequences"),
@@ -46,7 +48,8 @@ MESSAGES: Rules = (
     (r"^reasoning_effort$", "output_config.effort"),
     (r"^response_format\b.*", "output_config.format"),
 )
-"""Of Anthropic's messages. Which of them is at fault is not told: a result of a tool is a message of its own here."""
+"""Of Anthropic's messages. Which of them is at fault is told by `part_rules` alone: a result of a tool is a message of
+its own here."""
 BATCH: Rules = (*_ALL, (r"^(?:input_name|size_bytes|chunk)$", "input_file_id"))
 DETOKENIZE: Rules = (("^token_ids", "tokens"),)
 
@@ -60,6 +63,16 @@ def chat_rules(body: Mapping[str, Any]) -> Rules:
 def response_rules(tools: Sequence[str]) -> Rules:
     """The rules for a response. `tools`: the field of each function; those of namespaces are within other tools."""
     return (*RESPONSE, *((rf"^tools\[{i}\]", path) for i, path in enumerate(tools) if path != f"tools[{i}]"))
+
+
+def part_rules(parts: PartFields, rules: Rules) -> Rules:
+    """The rules for a request from which a chat completion was made. `rules`: its others."""
+
+    def field(place: re.Match[str]) -> str:
+        message, part = int(place[1]), int(place[2])
+        return parts[message][part] if message < len(parts) and part < len(parts[message]) else "messages"
+
+    return (*_ALL, (r"^messages\[(\d+)\]\.content\[(\d+)\].*", field), *rules)
 
 
 def prompt_rules(name: str) -> Rules:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from saccade._openai.fields import PartFields
 from saccade._openai.problems import validated
 from saccade._openai.schema import (
     CachedPart,
@@ -117,7 +118,7 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
-    description: str | None = None
+    description: str | None = Field(None, description="Ignored: the format is no part of the prompt.")
     strict: bool | None = None
 
 
@@ -284,8 +285,8 @@ _SAME = (
 """Fields that chat completions have under the same names."""
 
 
-def chat_of(body: ResponseRequest) -> ChatCompletion:
-    """The same request as a chat completion."""
+def chat_of(body: ResponseRequest) -> tuple[ChatCompletion, PartFields]:
+    """The same request as a chat completion, and the fields of its parts in this one."""
     messages: list[dict[str, Any]] = []
     if body.instructions is not None:
         messages.append({"role": "system", "content": body.instructions})
@@ -293,9 +294,10 @@ def chat_of(body: ResponseRequest) -> ChatCompletion:
     if isinstance(items, str):
         messages.append({"role": "user", "content": items})
     else:
-        for item in items:
-            _add_item(messages, item)
+        for i, item in enumerate(items):
+            _add_item(messages, item, f"input[{i}]")
     _join_system(messages)
+    fields = [message.pop("fields", []) for message in messages]
     for message in messages:
         message.pop("open", None)
     logprobs = "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)
@@ -316,7 +318,7 @@ def chat_of(body: ResponseRequest) -> ChatCompletion:
         case choice:
             options["tool_choice"] = choice
     given = {name: value for name, value in options.items() if value is not None}
-    return validated(ChatCompletion, {"messages": messages, **given})
+    return validated(ChatCompletion, {"messages": messages, **given}), fields
 
 
 def _named(function: str) -> dict[str, Any]:
@@ -356,14 +358,14 @@ def _format(text: TextOptions | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": made.name or "answer", "schema": made.schema_}}
 
 
-def _add_item(messages: list[dict[str, Any]], item: Item) -> None:
+def _add_item(messages: list[dict[str, Any]], item: Item, field: str) -> None:
     """Adds an item to the messages; reasoning and calls become parts of an assistant message."""
     match item:
         case MessageItem(role=role, content=content):
             if role == "assistant" and messages and messages[-1].pop("open", False):
-                messages[-1]["content"] = _content(content)
+                messages[-1] |= _content(content, f"{field}.content")
                 return
-            messages.append({"role": role, "content": _content(content)})
+            messages.append({"role": role, **_content(content, f"{field}.content")})
         case ReasoningItem(summary=summary, content=parts):
             text = "".join(part.text for part in parts or summary or ())
             if messages and messages[-1].get("open") and "tool_calls" not in messages[-1]:
@@ -377,12 +379,13 @@ def _add_item(messages: list[dict[str, Any]], item: Item) -> None:
             call = {"id": call_id, "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
         case FunctionOutputItem(call_id=call_id, output=output):
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(output)})
+            messages.append({"role": "tool", "tool_call_id": call_id, **_content(output, f"{field}.output")})
 
 
-def _content(content: str | list[ContentPart]) -> Any:
+def _content(content: str | list[ContentPart], field: str) -> dict[str, Any]:
+    """The content of a message, and the fields of its parts."""
     if isinstance(content, str):
-        return content
+        return {"content": content}
     parts: list[dict[str, Any]] = []
     for part in content:
         if isinstance(part, InputText):
@@ -391,4 +394,4 @@ def _content(content: str | list[ContentPart]) -> Any:
             parts.append({"type": "image", "media_id": part.file_id})
         else:
             parts.append({"type": "image_url", "image_url": {"url": part.image_url or ""}})
-    return parts
+    return {"content": parts, "fields": [f"{field}[{i}]" for i in range(len(parts))]}

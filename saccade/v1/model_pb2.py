@@ -16,15 +16,15 @@ _sym_db = _symbol_database.Default()
 from saccade.v1 import types_pb2 as saccade_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16saccade/v1/model.proto\x12\nsaccade.v1\x1a\x16saccade/v1/types.proto\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"P\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.saccade.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"4\n\x10GetModelResponse\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.saccade.v1.Model\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"2\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\x0c\"\xe0\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x12\n\nmodel_type\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12.\n\x10input_modalities\x18\x05 \x03(\x0e\x32\x14.saccade.v1.Modality\x12\"\n\x06limits\x18\x06 \x01(\x0b\x32\x12.saccade.v1.Limits\x12\x34\n\x10\x64\x65\x66\x61ult_sampling\x18\x07 \x01(\x0b\x32\x1a.saccade.v1.SamplingParams\x12\x1b\n\x0eimage_token_id\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\x15\n\rhas_tokenizer\x18\x0b \x01(\x08\x12\x19\n\x11has_chat_template\x18\x0c \x01(\x08\x42\x11\n\x0f_image_token_id\"\xde\x03\n\x06Limits\x12\x16\n\x0e\x63ontext_length\x18\x01 \x01(\x05\x12\x19\n\x11max_message_bytes\x18\x02 \x01(\x03\x12\x12\n\nmax_images\x18\x03 \x01(\x05\x12\x17\n\x0fmax_image_bytes\x18\x04 \x01(\x03\x12\x18\n\x10max_image_pixels\x18\x05 \x01(\x03\x12\x18\n\x10min_image_tokens\x18\x06 \x01(\x05\x12\x18\n\x10max_image_tokens\x18\x07 \x01(\x05\x12\x15\n\rimage_formats\x18\x08 \x03(\t\x12\x13\n\x0buri_schemes\x18\t \x03(\t\x12\x13\n\x0bmax_samples\x18\n \x01(\x05\x12\x14\n\x0cmax_logprobs\x18\x0b \x01(\x05\x12\x18\n\x10max_stop_strings\x18\x0c \x01(\x05\x12\x1e\n\x16max_stop_string_length\x18\r \x01(\x05\x12\x12\n\nmax_videos\x18\x0e \x01(\x05\x12\x17\n\x0fmax_video_bytes\x18\x0f \x01(\x03\x12\x18\n\x10max_video_frames\x18\x10 \x01(\x05\x12\x1d\n\x15max_video_file_frames\x18\x11 \x01(\x05\x12\x18\n\x10max_video_pixels\x18\x12 \x01(\x03\x12\x15\n\rvideo_formats\x18\x13 \x03(\t*_\n\x08Modality\x12\x18\n\x14MODALITY_UNSPECIFIED\x10\x00\x12\x11\n\rMODALITY_TEXT\x10\x01\x12\x12\n\x0eMODALITY_IMAGE\x10\x02\x12\x12\n\x0eMODALITY_VIDEO\x10\x03\x32\xef\x01\n\x0cModelService\x12K\n\nListModels\x12\x1d.saccade.v1.ListModelsRequest\x1a\x1e.saccade.v1.ListModelsResponse\x12\x45\n\x08GetModel\x12\x1b.saccade.v1.GetModelRequest\x1a\x1c.saccade.v1.GetModelResponse\x12K\n\nDetokenize\x12\x1d.saccade.v1.DetokenizeRequest\x1a\x1e.saccade.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16saccade/v1/model.proto\x12\nsaccade.v1\x1a\x16saccade/v1/types.proto\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"P\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.saccade.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"4\n\x10GetModelResponse\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.saccade.v1.Model\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"2\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\x0c\"\xe0\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x12\n\nmodel_type\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12.\n\x10input_modalities\x18\x05 \x03(\x0e\x32\x14.saccade.v1.Modality\x12\"\n\x06limits\x18\x06 \x01(\x0b\x32\x12.saccade.v1.Limits\x12\x34\n\x10\x64\x65\x66\x61ult_sampling\x18\x07 \x01(\x0b\x32\x1a.saccade.v1.SamplingParams\x12\x1b\n\x0eimage_token_id\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\x15\n\rhas_tokenizer\x18\x0b \x01(\x08\x12\x19\n\x11has_chat_template\x18\x0c \x01(\x08\x42\x11\n\x0f_image_token_id\"\xde\x03\n\x06Limits\x12\x16\n\x0e\x63ontext_length\x18\x01 \x01(\x05\x12\x19\n\x11max_message_bytes\x18\x02 \x01(\x03\x12\x12\n\nmax_images\x18\x03 \x01(\x05\x12\x17\n\x0fmax_image_bytes\x18\x04 \x01(\x03\x12\x18\n\x10max_image_pixels\x18\x05 \x01(\x03\x12\x18\n\x10min_image_tokens\x18\x06 \x01(\x05\x12\x18\n\x10max_image_tokens\x18\x07 \x01(\x05\x12\x15\n\rimage_formats\x18\x08 \x03(\t\x12\x13\n\x0buri_schemes\x18\t \x03(\t\x12\x13\n\x0bmax_samples\x18\n \x01(\x05\x12\x14\n\x0cmax_logprobs\x18\x0b \x01(\x05\x12\x18\n\x10max_stop_strings\x18\x0c \x01(\x05\x12\x1e\n\x16max_stop_string_length\x18\r \x01(\x05\x12\x12\n\nmax_videos\x18\x0e \x01(\x05\x12\x17\n\x0fmax_video_bytes\x18\x0f \x01(\x03\x12\x18\n\x10max_video_frames\x18\x10 \x01(\x05\x12\x1d\n\x15max_video_file_frames\x18\x11 \x01(\x05\x12\x18\n\x10max_video_pixels\x18\x12 \x01(\x03\x12\x15\n\rvideo_formats\x18\x13 \x03(\t*_\n\x08Modality\x12\x18\n\x14MODALITY_UNSPECIFIED\x10\x00\x12\x11\n\rMODALITY_TEXT\x10\x01\x12\x12\n\x0eMODALITY_IMAGE\x10\x02\x12\x12\n\x0eMODALITY_VIDEO\x10\x03\x32\xef\x01\n\x0cModelService\x12K\n\nListModels\x12\x1d.saccade.v1.ListModelsRequest\x1a\x1e.saccade.v1.ListModelsResponse\x12\x45\n\x08GetModel\x12\x1b.saccade.v1.GetModelRequest\x1a\x1c.saccade.v1.GetModelResponse\x12K\n\nDetokenize\x12\x1d.saccade.v1.DetokenizeRequest\x1a\x1e.saccade.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'saccade.v1.model_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODALITY']._serialized_start=1234
-  _globals['_MODALITY']._serialized_end=1329
+  _globals['_MODALITY']._serialized_start=1292
+  _globals['_MODALITY']._serialized_end=1387
   _globals['_LISTMODELSREQUEST']._serialized_start=62
   _globals['_LISTMODELSREQUEST']._serialized_end=120
   _globals['_LISTMODELSRESPONSE']._serialized_start=122
@@ -34,13 +34,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELRESPONSE']._serialized_start=237
   _globals['_GETMODELRESPONSE']._serialized_end=289
   _globals['_DETOKENIZEREQUEST']._serialized_start=291
-  _globals['_DETOKENIZEREQUEST']._serialized_end=344
-  _globals['_DETOKENIZERESPONSE']._serialized_start=346
-  _globals['_DETOKENIZERESPONSE']._serialized_end=396
-  _globals['_MODEL']._serialized_start=399
-  _globals['_MODEL']._serialized_end=751
-  _globals['_LIMITS']._serialized_start=754
-  _globals['_LIMITS']._serialized_end=1232
-  _globals['_MODELSERVICE']._serialized_start=1332
-  _globals['_MODELSERVICE']._serialized_end=1571
+  _globals['_DETOKENIZEREQUEST']._serialized_end=402
+  _globals['_DETOKENIZERESPONSE']._serialized_start=404
+  _globals['_DETOKENIZERESPONSE']._serialized_end=454
+  _globals['_MODEL']._serialized_start=457
+  _globals['_MODEL']._serialized_end=809
+  _globals['_LIMITS']._serialized_start=812
+  _globals['_LIMITS']._serialized_end=1290
+  _globals['_MODELSERVICE']._serialized_start=1390
+  _globals['_MODELSERVICE']._serialized_end=1629
 # @@protoc_insertion_point(module_scope)

@@ -8,9 +8,11 @@ from service.common import errors
 from service.model.assets import ModelAssets
 
 
-def detokenize(assets: ModelAssets, served: str, model: str, ids: Sequence[int]) -> tuple[str, list[bytes]]:
-    """The text without special tokens, and the bytes of each token. `served`: the model's name. `model`: the name that
-    the caller gave; may be empty. Raises StatusError."""
+def detokenize(
+    assets: ModelAssets, served: str, model: str, ids: Sequence[int], *, special: bool = False
+) -> tuple[str, list[bytes]]:
+    """The text, and the bytes of each token. `served`: the model's name. `model`: the name that the caller gave; may be
+    empty. `special`: special tokens have their names in the text too. Raises StatusError."""
     if model not in ("", served):
         raise errors.NotFound(f"no model {model!r}; this server has {served!r}", field="model")
     if assets.tokenizer is None:
@@ -21,4 +23,5 @@ def detokenize(assets: ModelAssets, served: str, model: str, ids: Sequence[int])
             raise errors.InvalidArgument(
                 f"token_ids[{position}] is {token_id}; the vocabulary has {size} ids", field=f"token_ids[{position}]"
             )
-    return assets.tokenizer.decode(ids), [assets.tokenizer.token_bytes(token_id) for token_id in ids]
+    text = assets.tokenizer.decode(ids, special=special)
+    return text, [assets.tokenizer.token_bytes(token_id) for token_id in ids]

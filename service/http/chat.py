@@ -8,7 +8,7 @@ from typing import Any
 from saccade._core.results import layouts_from
 from saccade._openai.answers import completion, extension, logprobs_object, media_objects, usage_object
 from saccade._openai.chat import chat_request
-from saccade._openai.fields import chat_rules
+from saccade._openai.fields import PartFields, chat_rules, part_rules
 from saccade._openai.problems import validated
 from saccade._openai.schema import ChatCompletion, ImageUrlPart
 from saccade.errors import InvalidArgument
@@ -50,6 +50,13 @@ def _ignored(body: ChatCompletion) -> list[str]:
     return [*found, "name"] if any(message.name for message in body.messages) else found
 
 
+def build_converted(call: HttpCall, made: tuple[ChatCompletion, PartFields]) -> inference_pb2.GenerateRequest:
+    """The request for a chat completion that was made from another one, whose fields errors name."""
+    body, parts = made
+    call.fields = part_rules(parts, call.fields)
+    return build_chat(call, body)
+
+
 def build_chat(call: HttpCall, body: ChatCompletion) -> inference_pb2.GenerateRequest:
     request = chat_request(body, no_paths, request_id=call.request_id)
     if body.priority is None and call.priority is not None:
@@ -57,9 +64,9 @@ def build_chat(call: HttpCall, body: ChatCompletion) -> inference_pb2.GenerateRe
     return request
 
 
-async def prompt_tokens(call: HttpCall, made: Callable[[], ChatCompletion]) -> int:
+async def prompt_tokens(call: HttpCall, made: Callable[[], tuple[ChatCompletion, PartFields]]) -> int:
     """The number of tokens of the prompt of a chat completion, which `made` makes from the request's body."""
-    request = await beside(call.held, lambda: build_chat(call, made()))
+    request = await beside(call.held, lambda: build_converted(call, made()))
     async with call.connected():
         asked = inference_pb2.TokenizeRequest(model=request.model, chat=request.chat)
         told = await call.caller().call("inference", "Tokenize", asked)

@@ -17,6 +17,7 @@ from saccade._openai.anthropic_schema import MessagesRequest, chat_of
 from saccade._openai.chat import chat_request
 from saccade._openai.errors import error_object
 from saccade._openai.fields import MESSAGES as NAMES
+from saccade._openai.fields import part_rules
 from saccade._openai.problems import validated
 from saccade._openai.schema import Strict
 from saccade.errors import InvalidArgument
@@ -86,11 +87,13 @@ def _rows(document: Any) -> tuple[bytes, int]:
         for field, given in refused.items():
             if given:
                 raise InvalidArgument(f"{name}.params.{field}: it is not supported in a batch")
+        rules = NAMES
         try:
-            chat = chat_of(params)
+            chat, parts = chat_of(params)
+            rules = part_rules(parts, NAMES)
             chat_request(chat, _here)
         except InvalidArgument as error:
-            told = error_object(error, 400, NAMES)
+            told = error_object(error, 400, rules)
             raise InvalidArgument(f"{name}.params: {told['message']}", field=f"{name}.params") from None
         row = {"custom_id": request.custom_id, "method": "POST", "url": URL, "body": _body(chat)}
         lines.append(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")

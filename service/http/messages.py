@@ -16,7 +16,7 @@ from saccade.errors import Unimplemented
 from saccade.types import Delta, Generation, ToolCallDelta
 from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, beside
-from service.http.chat import build_chat, prompt_tokens
+from service.http.chat import build_converted, prompt_tokens
 from service.http.streams import Events, calls_of, named_event, read_events, stream_events, whole_answer
 
 _TYPES = {
@@ -57,7 +57,7 @@ async def messages(call: HttpCall) -> None:
     if body.thread is not None:
         call.error_form = _without_threads
         raise Unimplemented("thread: nothing is stored; send the whole conversation, without thread")
-    request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
+    request = await beside(call.held, lambda: build_converted(call, chat_of(body)))
     given = chain.from_iterable(message.content for message in body.messages if isinstance(message.content, list))
     if any(isinstance(block, ToolResultBlock) and block.is_error for block in given):
         call.notes.append(("x-saccade-ignored", "is_error"))  # chat templates have no place for it

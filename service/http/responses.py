@@ -14,7 +14,7 @@ from saccade._openai.response_schema import InputImage, ResponseRequest, chat_of
 from saccade.types import Delta, Generation, TokenLogprob, ToolCallDelta, Usage
 from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, beside
-from service.http.chat import build_chat, prompt_tokens
+from service.http.chat import build_converted, prompt_tokens
 from service.http.streams import Events, calls_of, named_event, read_events, stream_events, whole_answer
 
 _INCOMPLETE = {"length": "max_output_tokens", "aborted": "aborted"}
@@ -26,7 +26,7 @@ async def responses(call: HttpCall) -> None:
     call.fields = RESPONSE
     body = validated(ResponseRequest, await call.json())
     call.fields = response_rules([path for path, _, _ in functions_of(body)])
-    request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
+    request = await beside(call.held, lambda: build_converted(call, chat_of(body)))
     if any(isinstance(part, InputImage) and part.detail for part in _parts(body)):
         call.notes.append(("x-saccade-ignored", "detail"))
     events = ResponseEvents(call.request_id, body)

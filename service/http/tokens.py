@@ -110,10 +110,10 @@ def _tokenize_request(body: Tokenize) -> inference_pb2.TokenizeRequest:
 
 
 async def detokenize(call: HttpCall) -> None:
-    """The text of token ids."""
+    """The text of token ids, with the names of special tokens, as vLLM's."""
     call.fields = DETOKENIZE
     body = validated(Detokenize, await call.json())
-    request = model_pb2.DetokenizeRequest(model=body.model or "", token_ids=body.tokens)
+    request = model_pb2.DetokenizeRequest(model=body.model or "", token_ids=body.tokens, skip_special_tokens=False)
     async with call.connected():
         told = await call.caller().call("model", "Detokenize", request)
     tokens = [token.decode("utf-8", "replace") for token in told.tokens]

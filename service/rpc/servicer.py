@@ -121,7 +121,10 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 
     async def Detokenize(self, request: model_pb2.DetokenizeRequest, context: Context) -> model_pb2.DetokenizeResponse:
         ids = list(request.token_ids)
-        text, tokens = await asyncio.to_thread(detokenize, self._assets, self._model.name, request.model, ids)
+        special = request.HasField("skip_special_tokens") and not request.skip_special_tokens
+        text, tokens = await asyncio.to_thread(
+            detokenize, self._assets, self._model.name, request.model, ids, special=special
+        )
         return model_pb2.DetokenizeResponse(text=text, tokens=tokens)
 
 

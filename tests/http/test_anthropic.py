@@ -95,8 +95,8 @@ def test_a_template_is_told_the_effort() -> None:
         chat_of(MessagesRequest.model_validate({**asked, "output_config": {"effort": effort}}))
         for effort in ("high", "low")
     ]
-    assert [chat.chat_template_kwargs for chat in given] == [{"reasoning_effort": "high"}, None]
-    assert [chat.reasoning_effort for chat in given] == [None, "low"]
+    assert [chat.chat_template_kwargs for chat, _ in given] == [{"reasoning_effort": "high"}, None]
+    assert [chat.reasoning_effort for chat, _ in given] == [None, "low"]
 
 
 def test_clients_know_the_id_of_a_request(client: anthropic.Anthropic) -> None:
@@ -243,7 +243,10 @@ def test_errors_are_anthropics(client: anthropic.Anthropic) -> None:
         ({"stop_sequences": [""]}, "stop_sequences[0] has 0 characters"),
         ({"messages": [{"role": "user", "content": [
             {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}]}]},
-         "messages: no PNG"),
+         "messages[0].content[0]: no PNG"),
+        ({"system": "s", "messages": [*ASK["messages"], {"role": "user", "content": [
+            {"type": "text", "text": "a"}, {"type": "image", "source": {"type": "url", "url": "/etc/passwd"}}]}]},
+         "messages[1].content[1]: expected a data URL"),
         ({"tools": [{"name": "a b", "input_schema": {"type": "object"}}]}, "tools[0].name"),
         ({"tools": [{"name": "a", "input_schema": {"type": "object"}, "defer_loading": True}]},
          "tools[0].defer_loading"),

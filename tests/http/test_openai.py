@@ -655,6 +655,11 @@ def test_errors_name_the_field(client: openai.OpenAI, changes: dict[str, Any], s
         ("responses", {"input": "a", "stream_options": {}}, "stream_options"),
         ("completions", {"prompt": [[1, 2], [3, -1]]}, "prompt[1][1]"),
         ("responses", {"input": "a", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ("responses", {"instructions": "i", "input": [{"role": "user", "content": "a"}, {"role": "user", "content": [
+            {"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]}]},
+         "input[1].content[1]"),
+        ("responses/input_tokens", {"input": [{"role": "user", "content": [
+            {"type": "input_image", "image_url": "/etc/passwd"}]}]}, "input[0].content[0]"),
         ("../tokenize", {"prompt": "a" * 100_000}, "prompt"), ("../detokenize", {"tokens": [1, 10**6]}, "tokens[1]"),
         ("../tokenize", {"messages": [{"role": "user", "content": "a" * 100_000}]}, "messages"),
     ],

@@ -66,6 +66,14 @@ def test_texts_have_them_unless_told_otherwise(post: Any, address: str) -> None:
             assert vector == client.embed(ids).mean.tolist()
 
 
+def test_ids_of_a_chat_are_its_prompt_again(post: Any) -> None:
+    text = post("/detokenize", tokens=ids_of(post, messages=[{"role": "user", "content": "abé"}]))["prompt"]
+    assert "abé" in text and "<|im_end|>" in text
+    ids = ids_of(post, prompt=text, add_special_tokens=False)
+    assert post("/detokenize", tokens=ids)["prompt"] == text
+    assert post("/detokenize", tokens=ids_of(post, prompt="a"))["prompt"] == "<s>a"
+
+
 def test_echo_has_their_log_probabilities(post: Any) -> None:
     echo = {"max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
     choice = post("/v1/completions", prompt="ab", **echo)["choices"][0]

@@ -197,7 +197,7 @@ def test_functions_of_a_namespace(client: openai.OpenAI) -> None:
 
     told: Any = {"type": "function_call_output", "call_id": call.call_id, "namespace": "sky", "output": "warm"}
     body = {"input": [call.model_dump(), told], "tools": [{**function, "name": "wind"}, group]}
-    chat = chat_of(ResponseRequest.model_validate(body))
+    chat, _ = chat_of(ResponseRequest.model_validate(body))
     assert [tool.function.name for tool in chat.tools or ()] == ["wind", "sky.weather"]
     assert [tool.function.description for tool in chat.tools or ()] == [
         "of a city", "of a city\n\nNamespace sky: Facts about the sky."
@@ -212,7 +212,7 @@ def test_system_messages_that_begin_a_response_are_one() -> None:
     first, second = {"role": "developer", "content": [text, text]}, {"role": "system", "content": "c"}
 
     def made(*items: Any, **fields: Any) -> list[tuple[str, Any]]:
-        chat = chat_of(ResponseRequest.model_validate({"input": [*items], **fields}))
+        chat, _ = chat_of(ResponseRequest.model_validate({"input": [*items], **fields}))
         return [(message.role, message.content) for message in chat.messages]
 
     assert made(first, second, user, second, instructions="a") == [
@@ -510,7 +510,7 @@ def test_consecutive_reasoning_items_belong_to_one_turn() -> None:
     call = {"type": "function_call", "call_id": "c0", "name": "weather", "arguments": "{}"}
     said = {"type": "message", "role": "assistant", "content": "yes"}
     conversation = [thought("a"), thought("b"), said, thought("c"), call, thought("d"), call]
-    made = chat_of(ResponseRequest.model_validate({"input": conversation})).model_dump()["messages"]
+    made = chat_of(ResponseRequest.model_validate({"input": conversation}))[0].model_dump()["messages"]
     assert [(m["reasoning"], m["content"], len(m["tool_calls"] or ())) for m in made] == [
         ("ab", "yes", 0), ("c", "", 1), ("d", "", 1)
     ]  # fmt: skip

@@ -15,6 +15,7 @@ from saccade import errors
 from saccade._core.requests import AllSampling, build_request, tokenize_request
 from saccade._openai import anthropic_schema, response_schema
 from saccade._openai.chat import chat_request
+from saccade._openai.fields import MESSAGES, RESPONSE, field_named, part_rules
 from saccade._openai.problems import validated
 from saccade._openai.schema import ChatCompletion
 from saccade.v1 import types_pb2
@@ -57,13 +58,48 @@ def test_system_messages_after_others() -> None:
     assert not build_request(messages).chat.late_system_as_user
     asked = {"messages": messages, "max_tokens": 1}
     for request, same in (
-        (anthropic_schema.chat_of(validated(anthropic_schema.MessagesRequest, asked)), True),
-        (response_schema.chat_of(validated(response_schema.ResponseRequest, {"input": messages})), True),
+        (anthropic_schema.chat_of(validated(anthropic_schema.MessagesRequest, asked))[0], True),
+        (response_schema.chat_of(validated(response_schema.ResponseRequest, {"input": messages}))[0], True),
         (validated(ChatCompletion, asked), None),
         (validated(ChatCompletion, {**asked, "late_system_as_user": True}), True),
     ):
         assert request.late_system_as_user is same
         assert chat_request(request, lambda *_: None).chat.late_system_as_user is bool(same)
+
+
+def test_parts_have_the_names_of_the_request_that_became_a_chat() -> None:
+    """Results of tools are messages of their own in a chat, and items of one turn are one."""
+    image: Any = {"type": "image", "source": {"type": "url", "url": "a"}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "a"}, image]}
+    asked: dict[str, Any] = {"system": "s", "max_tokens": 1, "messages": [
+        {"role": "user", "content": "?"}, {"role": "user", "content": [result, {**result, "content": "a"}, image]}
+    ]}  # fmt: skip
+    chat, parts = anthropic_schema.chat_of(validated(anthropic_schema.MessagesRequest, asked))
+    rules = part_rules(parts, MESSAGES)
+    for place in range(len(chat.messages)):
+        named = [field_named(f"chat.messages[{place}].parts[{i}].image", rules) for i in range(3)]
+        assert named == {
+            2: ["messages[1].content[0].content[0]", "messages[1].content[0].content[1]", "messages"],
+            4: ["messages[1].content[2]", "messages", "messages"],
+        }.get(place, ["messages"] * 3)
+
+    image = {"type": "input_image", "image_url": "a"}
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]},
+        {"role": "assistant", "content": [image]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "a"}, image]},
+        {"role": "user", "content": [image]},
+    ]
+    body = validated(response_schema.ResponseRequest, {"instructions": "b", "input": items})
+    chat_too, parts = response_schema.chat_of(body)
+    rules = part_rules(parts, RESPONSE)
+    assert [
+        field_named(f"messages[{place}].content[{len(message.content) - 1}].image_url.url", rules)
+        for place, message in enumerate(chat_too.messages) if isinstance(message.content, list)
+    ] == ["input[2].content[0]", "input[4].output[1]", "input[5].content[0]"]  # fmt: skip
+    assert field_named("messages[0].content[0]", rules) == "input", "of instructions and an item"
 
 
 def test_a_message_to_continue_needs_the_chat_template() -> None:
