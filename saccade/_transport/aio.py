@@ -222,6 +222,11 @@ class _Channel:
         """Cancels the call, or the pause between two attempts of one, when the channel is closed."""
         self._calls.add(call)
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is a call that has not ended."""
+        return any(not call.done() for call in list(self._calls))
+
     async def close(self) -> None:
         """To be called in the channel's loop. Cancels all calls first: on some Python versions gRPC's own `close`
         leaves some of its calls running."""
@@ -236,6 +241,8 @@ class AsyncConnection:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._channels: dict[asyncio.AbstractEventLoop, _Channel] = {}
+        self._left: list[tuple[asyncio.AbstractEventLoop, _Channel]] = []
+        """Channels with earlier settings."""
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self.closed = False
@@ -256,6 +263,13 @@ class AsyncConnection:
 
     def keep(self, pause: asyncio.Future[None]) -> None:
         self._channel().keep(pause)
+
+    def renew(self, settings: Settings) -> None:
+        """Uses other settings, such as renewed certificates, for calls that begin from now on. Calls that are running
+        keep their channel."""
+        with self._lock_of_this_process():
+            self._left = [each for each in self._left if each[1].busy] + list(self._channels.items())
+            self._channels, self._settings = {}, settings
 
     def grpc_channel(self) -> Any:
         """gRPC's channel of this event loop, for services that the client has no methods for."""
@@ -278,17 +292,18 @@ class AsyncConnection:
             # A fork copied this object, possibly with its lock held by a thread of the parent.
             self._pid = os.getpid()
             self._lock = threading.Lock()
-            left_to_the_parent.append(self._channels)
-            self._channels = {}
+            left_to_the_parent.extend((self._channels, self._left))
+            self._channels, self._left = {}, []
         return self._lock
 
     async def close(self) -> None:
         """Closes all channels; calls in flight end as Cancelled. Idempotent."""
         with self._lock_of_this_process():
-            channels, self._channels = self._channels, {}
+            channels = [*self._channels.items(), *self._left]
+            self._channels, self._left = {}, []
             self.closed = True
         here = asyncio.get_running_loop()
-        for loop, channel in channels.items():
+        for loop, channel in channels:
             if loop is here:
                 await channel.close()
             elif loop.is_running():  # the loop runs in another thread

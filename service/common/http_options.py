@@ -91,7 +91,8 @@ class HttpFrontOptions(HttpOptions):
 
     servers: tuple[str, ...] = _option(("127.0.0.1:50051",), "HOST:PORT of the gRPC servers, separated by commas")
     servers_ca: str | None = _option(
-        None, "PEM file of the CA that signed the certificates of the gRPC servers; unset: no TLS"
+        None,
+        "PEM file of the CA that signed the gRPC servers' certificates; read again when it changes; unset: no TLS",
     )
     servers_cert: str | None = _option(
         None, "PEM file of the certificate that the HTTP server presents to gRPC servers"

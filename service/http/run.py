@@ -20,7 +20,7 @@ from service.http.app import make_app
 from service.http.hosts import HostCheck
 from service.http.listen import SPARE, Listener, bind, check_exposure, url_of
 from service.http.protocol import protocol_class
-from service.http.tls import check_servers, tls_context
+from service.http.tls import servers_tls, tls_context
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def run(options: HttpFrontOptions) -> int:
     """Serves until SIGTERM or SIGINT. Prints the ready line. Returns the exit code."""
     log_to_stderr(options.log_level)
     check_exposure(options)
-    check_servers(options)
+    servers_tls(options)
     if options.max_inflight_bytes < options.max_message_bytes:
         raise ConfigError(
             f"max_inflight_bytes: {options.max_inflight_bytes} bytes hold no body of max_message_bytes "

@@ -1,9 +1,11 @@
-"""TLS of the HTTP server. Its files are watched: a renewed certificate is used from the next handshake on."""
+"""TLS of the HTTP server, and between it and gRPC servers. Files are watched: a renewed certificate is used from the
+next handshake on."""
 
 from __future__ import annotations
 
 import ssl
 
+from saccade._core.settings import TLSConfig
 from service.common.config import ConfigError, HttpFrontOptions
 from service.common.tls import TlsFiles, check_authority, check_client_files, check_pair, tls_files
 from service.common.watch import Watched
@@ -30,14 +32,24 @@ def tls_context(options: HttpFrontOptions) -> ssl.SSLContext | None:
     return context
 
 
-def check_servers(options: HttpFrontOptions) -> None:
-    """Raises ConfigError for files with which no gRPC server could be reached."""
+def servers_tls(options: HttpFrontOptions) -> Watched[TLSConfig] | None:
+    """The TLS settings of calls to gRPC servers, or None without TLS. Raises ConfigError for files with which no server
+    could be reached."""
     authority, certificate, key = options.servers_ca, options.servers_cert, options.servers_cert_key
     if authority is None:
         if certificate is not None or key is not None:
             raise ConfigError("servers_ca: a certificate for gRPC servers needs TLS; name the authority of theirs")
-        return
-    check_client_files(authority, certificate, key, ("servers_ca", "servers_cert", "servers_cert_key"))
+        return None
+    names = "servers_ca", "servers_cert", "servers_cert_key"
+
+    def parse(contents: list[bytes]) -> TLSConfig:
+        check_client_files(authority, certificate, key, names)
+        ca, chain, private = contents if len(contents) == 3 else (contents[0], None, None)
+        return TLSConfig(ca=ca, certificate=chain, key=private)
+
+    check_client_files(authority, certificate, key, names)  # its errors name the option of each file
+    paths = [path for path in (authority, certificate, key) if path is not None]
+    return Watched(", ".join(names), paths, parse)
 
 
 def _context(files: TlsFiles) -> ssl.SSLContext:

@@ -16,7 +16,7 @@ from saccade._async.driver import run
 from saccade._core.affinity import prompt_key
 from saccade._core.resuming import StreamState
 from saccade._core.retrying import Deadline
-from saccade._core.settings import CallSettings, TLSConfig, make_settings
+from saccade._core.settings import CallSettings, Settings, make_settings
 from saccade._core.steps import Call
 from saccade._transport.aio import AsyncConnection, AsyncExchange
 from saccade._transport.local_aio import AsyncLocalConnection
@@ -33,6 +33,7 @@ from saccade.types import Delta
 from saccade.v1 import inference_pb2, model_pb2
 from service.common.config import HttpFrontOptions
 from service.common.http_requests import ACCEPTED, CHECK_KEY, HOLD
+from service.http.tls import servers_tls
 
 log = logging.getLogger(__name__)
 
@@ -63,46 +64,54 @@ class Upstream:
 
     def __init__(self, options: HttpFrontOptions, engine: AsyncLocalConnection | None = None) -> None:
         self._turn = itertools.count()
+        self._connections: list[Connection]
+        self._tls = servers_tls(options)
+        self._used = None if self._tls is None else self._tls.current()
         self.addresses: tuple[str, ...] = options.servers
         self.names: tuple[str, ...] = ("this process",)
         """Of the servers, for clients: private sockets are not shown to them."""
-        self.connections: list[Connection]
         self.holders: list[AsyncConnection] = []
         """Connections through the private sockets of this `saccade serve`, for calls that hold requests open. They are
         separate: if all calls of a connection were such calls, the requests' own calls would wait for them forever."""
         if engine is not None:
-            self.addresses, self.connections = self.names, [engine]
+            self.addresses, self._connections = self.names, [engine]
             return
         self.names = tuple(
             f"frontend {i}" if address.startswith("unix:") else address for i, address in enumerate(options.servers)
         )
-        tls = None
-        if options.servers_ca is not None:
-            tls = TLSConfig(ca=options.servers_ca, certificate=options.servers_cert, key=options.servers_cert_key)
+        self._connections = [AsyncConnection(self._settings(address)) for address in options.servers]
+        private = [address for address in options.servers if address.startswith("unix:")]
+        self.holders = [AsyncConnection(self._settings(address)) for address in private]
 
-        def connect(address: str) -> AsyncConnection:
-            channel_options = {"grpc.max_receive_message_length": -1, _BACKOFF[1]: BACKOFF}
-            if address.startswith("unix:"):  # probes during the start must not delay the connection after it
-                channel_options |= dict.fromkeys(_BACKOFF, SOCKET_BACKOFF)
-            return AsyncConnection(
-                make_settings(
-                    address, api_key="", tls=tls, timeout=None, max_retries=0, channel_options=channel_options
-                )
-            )
+    def _settings(self, address: str) -> Settings:
+        channel_options = {"grpc.max_receive_message_length": -1, _BACKOFF[1]: BACKOFF}
+        if address.startswith("unix:"):  # probes during the start must not delay the connection after it
+            channel_options |= dict.fromkeys(_BACKOFF, SOCKET_BACKOFF)
+        return make_settings(
+            address, api_key="", tls=self._used, timeout=None, max_retries=0, channel_options=channel_options
+        )
 
-        self.connections = [connect(address) for address in options.servers]
-        self.holders = [connect(address) for address in options.servers if address.startswith("unix:")]
+    @property
+    def connections(self) -> list[Connection]:
+        """One to each server. Calls that begin from now on use the present certificates."""
+        if self._tls is not None and (current := self._tls.current()) is not self._used:
+            self._used = current
+            for address, connection in zip(self.addresses, self._connections, strict=True):
+                if isinstance(connection, AsyncConnection):
+                    connection.renew(self._settings(address))
+        return self._connections
 
     def order(self, message: Any) -> list[Connection]:
         """The servers in the order in which a call tries them. Prompts with the same key have the same order, so that
         their images and beginnings are in the first server's caches; other calls begin with the servers in turn."""
-        if len(self.connections) == 1:
-            return self.connections
+        connections = self.connections
+        if len(connections) == 1:
+            return connections
         key = prompt_key(message) if isinstance(message, inference_pb2.GenerateRequest) else ""
         if key:
             return self.order_of(key)
-        first = next(self._turn) % len(self.connections)
-        return self.connections[first:] + self.connections[:first]
+        first = next(self._turn) % len(connections)
+        return connections[first:] + connections[:first]
 
     def order_of(self, key: str) -> list[Connection]:
         """The servers in an order that depends on the key."""
@@ -113,7 +122,7 @@ class Upstream:
         return [connection for _, connection in ranked]
 
     async def close(self) -> None:
-        for connection in (*self.connections, *self.holders):
+        for connection in (*self._connections, *self.holders):
             await connection.close()
 
 

@@ -17,11 +17,12 @@ from running import RunningServer
 from running_http import RunningHttp
 from waiting import until
 
+from saccade._transport.aio import AsyncConnection
 from service.common.config import ConfigError, HttpFrontOptions, HttpOptions
 from service.http.call import STRANGER_BYTES
 from service.http.listen import SPARE, bind, url_of
 from service.http.run import run
-from service.http.tls import check_servers, tls_context
+from service.http.tls import servers_tls, tls_context
 
 
 def subject(port: int, authority: Authority, name: str | None) -> str:
@@ -86,6 +87,46 @@ def test_a_large_body_for_servers_that_know_certificates_and_no_keys(
                 assert answer.status_code == status, answer.text
 
 
+def test_renewed_files_are_used_for_the_next_calls_to_servers(
+    model: Path, authority: Authority, tmp_path: Path
+) -> None:
+    """Calls that are running keep their connection."""
+    certificate, key = map(str, authority.issue("server"))
+    options = {"tls_cert": certificate, "tls_key": key, "tls_client_ca": str(authority.certificate)}
+    names = "servers_ca", "servers_cert", "servers_cert_key"
+    files = {name: tmp_path / name for name in names}
+
+    def install(owner: Authority, *parts: str) -> None:
+        for name, made in zip(names, (owner.certificate, *owner.issue("front")), strict=True):
+            if name in (parts or names):
+                shutil.copy(made, files[name].with_suffix(".new"))
+                files[name].with_suffix(".new").replace(files[name])
+
+    install(Authority.create(tmp_path / "other"))
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "ignore_eos": True}
+    with (
+        RunningServer(str(model), max_seqs=2, max_len=2500, **options) as server,
+        RunningHttp([server.address], **{name: str(file) for name, file in files.items()}) as http,
+        httpx.Client(timeout=60) as client,
+    ):
+        url = f"{http.url}/v1/chat/completions"
+        assert client.post(url, json={**body, "max_tokens": 1}).status_code == 503
+        install(authority)
+        assert client.post(url, json={**body, "max_tokens": 1}).status_code == 200
+        with client.stream("POST", url, json={**body, "max_tokens": 2000, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            for _ in range(3):
+                install(authority)
+                assert client.post(url, json={**body, "max_tokens": 1}).status_code == 200
+            (connection,) = http.front.upstream.connections
+            assert isinstance(connection, AsyncConnection)
+            assert len(connection._left) == 2, "that of the stream, and the last one"
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        install(Authority.create(tmp_path / "third"), "servers_cert")
+        assert client.post(url, json={**body, "max_tokens": 1}).status_code == 200, "not the key of this certificate"
+
+
 def test_handshakes_count_as_connections_and_have_a_time_limit(server: RunningServer, tmp_path: Path) -> None:
     certificate, key = map(str, Authority.create(tmp_path / "ca").issue("server"))
     begun = bytes.fromhex("1603010200010001fc0303")  # the first bytes of a ClientHello
@@ -147,7 +188,7 @@ def test_options_with_which_no_grpc_server_could_be_reached(tmp_path: Path) -> N
     for values, words in refused:
         with pytest.raises(ConfigError, match=words):
             run(HttpFrontOptions(http_port=0, **values))
-    check_servers(HttpFrontOptions(servers_ca=ca, servers_cert=certificate, servers_cert_key=key))
+    assert servers_tls(HttpFrontOptions(servers_ca=ca, servers_cert=certificate, servers_cert_key=key))
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
