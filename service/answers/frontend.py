@@ -51,6 +51,9 @@ class _Call:
 
     def __init__(self, pace: Callable[[], float]) -> None:
         self.mail = Mailbox(pace)
+        self.arrived = time.monotonic()
+        self.waits = True
+        """Whether there is no token yet."""
         self.names: list[str] = []
         self.cancelled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -104,6 +107,12 @@ class Frontend:
     def live(self) -> int:
         """Requests in the server."""
         return len(self._calls)
+
+    def oldest_wait(self) -> float:
+        """Seconds since the arrival of the request that has waited longest for its first token; 0 if none waits. May be
+        called from any thread."""
+        now = time.monotonic()
+        return max((now - call.arrived for call in list(self._calls.values()) if call.waits), default=0.0)
 
     def cancel(self, request_id: str, *, salt: bytes = b"") -> bool:
         """Cancels a request of this tenant: its samples finish as `aborted`. False: there is no such request."""
@@ -260,6 +269,7 @@ class Frontend:
             call.begin(names)
             while not answer.done:
                 batch = await call.mail.take()
+                call.waits = False
                 answer.tick(batch)
                 self._read_prompt_scores(answer, batch)
                 for index, name in enumerate(names):

@@ -238,6 +238,7 @@ class Server:
     def _gauges(self) -> dict[str, float]:
         return {
             "live_requests": self.frontend.live,
+            "oldest_wait_seconds": self.frontend.oldest_wait(),
             "inflight_bytes": self.budget.used,
             "media_bytes": self.spool.used_bytes,
             "batch_bytes": self._batch_store.used_bytes,

@@ -49,6 +49,11 @@ FRONTEND = (
     Declared("inter_token_seconds", HISTOGRAM, "seconds", "between two tokens of a sample"),
     Declared("generation_seconds", HISTOGRAM, "seconds", "from arrival to the end, of calls that succeeded"),
     Declared("live_requests", GAUGE, "requests", "in the server: being prepared, waiting and running"),
+    Declared(
+        "oldest_wait_seconds", GAUGE, "seconds",
+        "since the arrival of the request that has waited longest for its first token; the histograms have a request "
+        "only at its end",
+    ),
     Declared("inflight_bytes", GAUGE, "bytes", "request messages of calls in progress (limit: max_inflight_bytes)"),
     Declared("media_bytes", GAUGE, "bytes", "uploaded images and videos (limit: media_bytes)"),
     Declared("batch_bytes", GAUGE, "bytes", "inputs and outputs of batches (limit: batch_bytes)"),

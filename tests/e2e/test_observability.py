@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,23 @@ def test_the_time_in_the_queue_ends_with_the_first_scheduled_step(text_model: Pa
             ahead, second = first.final().usage, waiting.result().usage
     assert ahead.queue_time < ahead.time_to_first_token < ahead.time_to_last_token
     assert (ahead.time_to_last_token - apart) / 2 < second.queue_time < second.time_to_first_token
+
+
+def test_a_request_that_waits_is_seen_before_its_end(observed: RunningServer) -> None:
+    endless: dict[str, Any] = {"max_tokens": 90_000, "ignore_eos": True}
+    with saccade.Client(observed.address) as client:
+        with ExitStack() as streams:
+            for _ in range(4):
+                next(streams.enter_context(client.stream("x", **endless)))
+            before = scrape(observed)
+            assert before["saccade_oldest_wait_seconds"] == 0, "all have a token"
+            with client.stream("x", max_tokens=1):
+                observed.until(lambda stats: stats["decoder"]["waiting"] == 1)
+                first, second = scrape(observed), scrape(observed)
+                assert 0 < first["saccade_oldest_wait_seconds"] < second["saccade_oldest_wait_seconds"] < 60
+                assert second["saccade_decoder_waiting"] == 1
+                for name in ("queue", "time_to_first_token"):
+                    count = f"saccade_{name}_seconds_count"
+                    assert second[count] == before[count], "at their end"
+        observed.drained()
+        assert scrape(observed)["saccade_oldest_wait_seconds"] == 0
