@@ -57,7 +57,9 @@ class RowsOf(NamedTuple):
 ROWS_OF = {
     "fp8": RowsOf(frozenset({"fp8-tensor", "fp8-channel"}), frozenset({"fp8"}), "fp8 with a scale per row or tensor"),
     "int8": RowsOf(
-        frozenset({"int8", "int4", "gptq", "awq"}), frozenset({"int8", "int8-32", "int4", "int4-32"}), "int8 or int4"
+        frozenset({"int8", "int8-packed", "int4", "gptq", "gptq-int8", "awq"}),
+        frozenset({"int8", "int8-32", "int4", "int4-32"}),
+        "int8 or int4",
     ),
 }
 """By kind of activations."""

@@ -21,7 +21,7 @@ from kernels.weight_forms import kind_and_group
 from service.model.adapter import Adapter
 from service.model.cache import resolve_model
 from service.model.formats.declared import BESIDE, disagreements, read_declared
-from service.model.formats.tensors import FormatError, StoredWeight, find_weights, listed, modules_of
+from service.model.formats.tensors import PACKED, FormatError, StoredWeight, find_weights, listed, modules_of
 from service.model.merging import Merges, assembled, match_adapter
 from service.model.modelconfig import ModelConfig, load_config
 from service.model.read_ahead import ReadAhead
@@ -91,8 +91,9 @@ class Checkpoint:
                 found, unused = find_weights(self.files.table, own_kind=own)
             else:
                 found, unused = find_weights(
-                    self.files.table, block=declared.block, group_of=declared.group_of, own_kind=own
-                )
+                    self.files.table, block=declared.block, group_of=declared.group_of, packed_of=declared.packed_of,
+                    own_kind=own,
+                )  # fmt: skip
         except FormatError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
         if unused:
@@ -119,7 +120,7 @@ class Checkpoint:
         expected, optional = expected_weights(self.config)
         for name in found.keys() & expected.keys():
             for part in found[name].names:
-                if (weight := self.weights[part]).scheme == "int4":
+                if (weight := self.weights[part]).scheme in PACKED:
                     self.weights[part] = weight.with_inputs(expected[name][-1])
         problems += misfits(found, self.weights, self.files.table, expected, optional)
         if problems:
@@ -224,7 +225,9 @@ class Checkpoint:
     def kind_of(self, name: str) -> str:
         """How the weight of a native name is stored: `plain`, or one of `kernels.linear.KINDS`."""
         scheme = self.weights[self._sources[name].names[0]].scheme
-        kinds: dict[str, str] = {"gptq": "int4", "awq": "int4", "own": kind_and_group(self.config.stored_form or "")[0]}
+        kinds: dict[str, str] = {
+            "gptq": "int4", "gptq-int8": "int8", "awq": "int4", "own": kind_and_group(self.config.stored_form or "")[0],
+        }  # fmt: skip
         return kinds.get(scheme, scheme.partition("-")[0])
 
     def weight_bytes(self, name: str, item: int) -> int:

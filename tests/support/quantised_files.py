@@ -92,12 +92,18 @@ def channel_fp8(name: str, w: Floats) -> Written:
     return {f"{name}.weight": fp8(octets), f"{name}.weight_scale": stored}, E4M3[octets] * scale
 
 
-def channel_int8(name: str, w: Floats) -> Written:
-    """compressed-tensors' int-quantized: one scale per row."""
-    stored, scale = bf16(np.abs(w).max(1, keepdims=True) / 127)
-    values = np.clip(np.round(w / scale), -128, 127)
-    tensors = {f"{name}.weight": torch.from_numpy(values.astype(np.int8)), f"{name}.weight_scale": stored}
-    return tensors, values.astype(np.float32) * scale
+def int8_rows(name: str, w: Floats, group: int | None = None, *, zeros: bool = False) -> Written:
+    """compressed-tensors' int-quantized: one scale per row or group; optional signed zero points."""
+    numbers, point, stored, meant = integers_in_groups(w, group or w.shape[1], 8, zeros=zeros)
+    tensors = {f"{name}.weight": signed(numbers), f"{name}.weight_scale": stored}
+    if zeros:
+        tensors[f"{name}.weight_zero_point"] = signed(point)
+    return tensors, meant
+
+
+def signed(numbers: Floats) -> Tensor:
+    """0 to 255 -> -128 to 127."""
+    return torch.from_numpy((numbers - 128).astype(np.int8))
 
 
 def _nvfp4(w: Floats, outer: np.float32) -> tuple[Floats, Floats, Floats]:
@@ -141,12 +147,13 @@ def packed_nvfp4(name: str, w: Floats) -> Written:
     return tensors, inner / divisor
 
 
-def words(nibbles: Floats, axis: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """Eight numbers below 16 in an int32, the first of `order` in the lowest bits."""
-    moved = np.moveaxis(nibbles.astype(np.uint32), axis, -1)
-    moved = np.pad(moved, [(0, 0)] * (moved.ndim - 1) + [(0, -moved.shape[-1] % 8)])
-    split = moved.reshape(*moved.shape[:-1], -1, 8)[..., list(order)]
-    packed = np.bitwise_or.reduce(split << (4 * np.arange(8, dtype=np.uint32)), -1).astype(np.uint32)
+def words(numbers: Floats, axis: int, order: tuple[int, ...] | None = None, *, bits: int = 4) -> Tensor:
+    """Eight numbers below 16, or four below 256, in an int32, the first of `order` in the lowest bits."""
+    per_word = 32 // bits
+    moved = np.moveaxis(numbers.astype(np.uint32), axis, -1)
+    moved = np.pad(moved, [(0, 0)] * (moved.ndim - 1) + [(0, -moved.shape[-1] % per_word)])
+    split = moved.reshape(*moved.shape[:-1], -1, per_word)[..., list(order or range(per_word))]
+    packed = np.bitwise_or.reduce(split << (bits * np.arange(per_word, dtype=np.uint32)), -1).astype(np.uint32)
     return torch.from_numpy(np.ascontiguousarray(np.moveaxis(packed, -1, axis)).view(np.int32))
 
 
@@ -155,28 +162,38 @@ def in_groups(w: Floats, group: int) -> Floats:
     return np.pad(w, [(0, 0), (0, -w.shape[1] % group)], "edge").reshape(w.shape[0], -1, group)
 
 
-def packed_int4(name: str, w: Floats, group: int = 32, *, zeros: bool = False) -> Written:
-    """compressed-tensors' pack-quantized: value + 8 along the inputs; optional zero points along the rows."""
+def integers_in_groups(w: Floats, group: int, bits: int, *, zeros: bool) -> tuple[Floats, Floats, Tensor, Floats]:
+    """Unsigned numbers `[rows, inputs]`, zero points (the middle without `zeros`) and scales `[rows, groups]`, and the
+    dequantised matrix."""
     rows, inner = w.shape
-    groups = in_groups(w, group)
+    groups, most = in_groups(w, group), 2**bits - 1
     low, high = groups.min(-1), groups.max(-1)
-    step = (high - low) / 15 if zeros else np.abs(groups).max(-1) / 7
+    step = (high - low) / most if zeros else np.abs(groups).max(-1) / (most // 2)
     stored, scale = bf16(step)
-    point = np.clip(np.round(-low / scale), 0, 15) if zeros else np.full_like(scale, 8)
-    numbers = np.clip(np.round(groups / scale[..., None] + point[..., None]), 0, 15)
+    point = np.clip(np.round(-low / scale), 0, most) if zeros else np.full_like(scale, 2 ** (bits - 1))
+    numbers = np.clip(np.round(groups / scale[..., None] + point[..., None]), 0, most)
     meant = (numbers - point[..., None]).astype(np.float32) * scale[..., None]
+    flat = [found.reshape(rows, -1)[:, :inner].copy() for found in (numbers, meant)]
+    return flat[0], point, stored, flat[1]
+
+
+def packed(name: str, w: Floats, group: int | None = 32, *, bits: int = 4, zeros: bool = False) -> Written:
+    """compressed-tensors' pack-quantized: value + 8 or + 128 along the inputs; optional zero points along the rows."""
+    numbers, point, stored, meant = integers_in_groups(w, group or w.shape[1], bits, zeros=zeros)
     tensors = {
-        f"{name}.weight_packed": words(numbers.reshape(rows, -1)[:, :inner], 1), f"{name}.weight_scale": stored,
-        f"{name}.weight_shape": torch.tensor([rows, inner]),
+        f"{name}.weight_packed": words(numbers, 1, bits=bits), f"{name}.weight_scale": stored,
+        f"{name}.weight_shape": torch.tensor(w.shape),
     }  # fmt: skip
     if zeros:
-        tensors[f"{name}.weight_zero_point"] = words(point, 0)
-    return tensors, meant.reshape(rows, -1)[:, :inner].copy()
+        tensors[f"{name}.weight_zero_point"] = words(point, 0, bits=bits)
+    return tensors, meant
 
 
-def gptq(name: str, w: Floats, group: int = 32, *, act_order: bool = False, version: int = 1) -> Written:
-    """(q - zero) * scale of the input's group; version 1 stores zero - 1. Shape: inputs x outputs."""
+def gptq(name: str, w: Floats, group: int = 32, *, bits: int = 4, act_order: bool = False, version: int = 1) -> Written:
+    """(q - zero) * scale of the input's group. Shape: inputs x outputs. Version 1 stores zero - 1, subtracted from
+    whole words, so that a zero point of 0 takes one from the next number."""
     rows, inner = w.shape
+    most = 2**bits - 1
     group_of = np.arange(inner) // group
     if act_order:
         group_of = np.random.default_rng(inner).permutation(group_of)
@@ -186,13 +203,14 @@ def gptq(name: str, w: Floats, group: int = 32, *, act_order: bool = False, vers
     for g in range(groups):
         part = w[:, group_of == g].T
         low, high = part.min(0), part.max(0)
-        scale = ((high - low) / 15).astype(np.float16)
-        point = np.clip(np.round(-low / scale.astype(np.float32)), 1, 16)
-        q = np.clip(np.round(part / scale.astype(np.float32) + point), 0, 15)
+        scale = ((high - low) / most).astype(np.float16)
+        point = np.clip(np.round(-low / scale.astype(np.float32)), 0, most)
+        q = np.clip(np.round(part / scale.astype(np.float32) + point), 0, most)
         scales[g], points[g], numbers[group_of == g] = scale, point, q
         meant[group_of == g] = (q - point).astype(np.float32) * scale.astype(np.float32)
+    ones = {4: 0x11111111, 8: 0x01010101}[bits] if version == 1 else 0
     tensors = {
-        f"{name}.qweight": words(numbers, 0), f"{name}.qzeros": words(points - (1 if version == 1 else 0), 1),
+        f"{name}.qweight": words(numbers, 0, bits=bits), f"{name}.qzeros": words(points, 1, bits=bits) - ones,
         f"{name}.scales": torch.from_numpy(scales), f"{name}.g_idx": torch.from_numpy(group_of.astype(np.int32)),
     }  # fmt: skip
     return tensors, meant.T.copy()
@@ -215,6 +233,13 @@ def awq(name: str, w: Floats, group: int = 32) -> Written:
     return tensors, meant.copy()
 
 
+def in_32(layout: str, bits: int, *, symmetric: bool = True) -> dict[str, object]:
+    """The configuration of compressed-tensors for integers in groups of 32 inputs."""
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 32, "symmetric": symmetric}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
+
+
 FORMATS: Mapping[str, tuple[Callable[[str, Floats], Written], dict[str, object]]] = {
     "block-fp8": (block_fp8, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}),
     "modelopt-fp8": (modelopt_fp8, {"quant_method": "modelopt", "quant_algo": "FP8"}),
@@ -232,7 +257,7 @@ FORMATS: Mapping[str, tuple[Callable[[str, Floats], Written], dict[str, object]]
         },
     ),
     "channel-int8": (
-        channel_int8,
+        int8_rows,
         {
             "quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": {
                 "targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
@@ -247,21 +272,17 @@ FORMATS: Mapping[str, tuple[Callable[[str, Floats], Written], dict[str, object]]
                 "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}}},
         },
     ),
-    "packed-int4": (
-        packed_int4,
-        {
-            "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}}},
-        },
+    "grouped-int8": (lambda name, w: int8_rows(name, w, 32), in_32("int-quantized", 8)),
+    "grouped-int8-zeros": (
+        lambda name, w: int8_rows(name, w, 32, zeros=True), in_32("int-quantized", 8, symmetric=False),
     ),
+    "packed-int4": (packed, in_32("pack-quantized", 4)),
     "packed-int4-zeros": (
-        lambda name, w: packed_int4(name, w, zeros=True),
-        {
-            "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}}},
-        },
+        lambda name, w: packed(name, w, zeros=True), in_32("pack-quantized", 4, symmetric=False),
+    ),
+    "packed-int8": (lambda name, w: packed(name, w, bits=8), in_32("pack-quantized", 8)),
+    "packed-int8-zeros": (
+        lambda name, w: packed(name, w, bits=8, zeros=True), in_32("pack-quantized", 8, symmetric=False),
     ),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}),
     "gptq-act-order": (
@@ -271,6 +292,14 @@ FORMATS: Mapping[str, tuple[Callable[[str, Floats], Written], dict[str, object]]
     "gptq-v2": (
         lambda name, w: gptq(name, w, version=2),
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
+    ),
+    "gptq-int8": (
+        lambda name, w: gptq(name, w, bits=8),
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": False},
+    ),
+    "gptq-int8-act-order": (
+        lambda name, w: gptq(name, w, bits=8, act_order=True, version=2),
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": True, "checkpoint_format": "gptq_v2"},
     ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
 }  # fmt: skip

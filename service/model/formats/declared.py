@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from families import CheckpointError
 from service.model.formats.expressions import check_expressions
-from service.model.formats.tensors import StoredWeight
+from service.model.formats.tensors import GPTQ, Scheme, StoredWeight
 
 BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}
 """Files that describe a checkpoint's quantisation if config.json does not -> the method of those that name none."""
@@ -67,6 +67,10 @@ class Declared:
     def group_of(self, module: str) -> int | None:
         """Inputs of a module that share a scale, if the configuration says so."""
         return self.say(module).group
+
+    def packed_of(self, module: str) -> Scheme:
+        """Which of the schemes `PACKED` a module has if it is packed in words."""
+        return "int8-packed" if "int8-packed" in self.say(module).schemes else "int4"
 
 
 def read_declared(
@@ -311,23 +315,26 @@ def _compressed_group(name: str, form: str, weights: Mapping[str, Any], inputs: 
             return Said((schemes[str(strategy)],), "default")
     if (mixed or form == "nvfp4-pack-quantized") and (bits, kind, group) == (4, "float", 16):
         return Said(("nvfp4",), "default")
-    if (mixed or form == "pack-quantized") and (bits, kind) == (4, "int"):
+    integers: tuple[str, ...] = ()
+    if (mixed or form == "pack-quantized") and (bits, kind) in ((4, "int"), (8, "int")):
+        integers = ("int4",) if bits == 4 else ("int8-packed",)
+    if (mixed or form in ("int-quantized", "naive-quantized")) and (bits, kind) == (8, "int"):
+        integers += ("int8",) * (strategy in ("channel", "group"))
+    if integers:
         ordered = weights.get("actorder") in (True, "group", "dynamic")
         needed = ("groups",) * ordered + ("zeros",) * (weights.get("symmetric") is False)
         if strategy == "group" and not (group and group > 0):
             raise CheckpointError(f"{where}: config group {name} of strategy 'group' has group_size {group!r}")
-        return Said(("int4",), "default", -1 if group is None else group, needed, _other_inputs(name, inputs))
-    if (mixed or form in ("int-quantized", "naive-quantized")) and (bits, kind, strategy) == (8, "int", "channel"):
-        return Said(("int8",), "default", inputs=_other_inputs(name, inputs))
+        return Said(integers, "default", -1 if group is None else group, needed, _other_inputs(name, inputs))
+    known = "; pack-quantized may have 4 or 8 bits, int-quantized 8 by channel or group" if kind == "int" else ""
     raise CheckpointError(
         f"{where}: config group {name} of format {form!r}, {bits} bits, type {kind!r}, strategy {strategy!r} is not "
-        "supported"
+        f"supported{known}"
     )
 
 
 def _gptq(entry: Mapping[str, Any], where: str) -> Declared:
-    if (bits := _number(entry, "bits", where)) != 4:
-        raise CheckpointError(f"{where}: GPTQ with {bits} bits is not supported, only with 4")
+    bits = _gptq_bits(entry, where)
     group, excluded = _number(entry, "group_size", where), _names(entry, where, "modules_to_not_convert")
     form = _named(entry, "checkpoint_format", "gptq")
     if form not in ("gptq", "gptq_v2"):
@@ -338,9 +345,9 @@ def _gptq(entry: Mapping[str, Any], where: str) -> Declared:
         changes = _object(dynamic, pattern, f"{where}: dynamic")
         expression = _expression(_rule_expression(pattern), f"{where}: dynamic rule {pattern!r}")
         rules.append((pattern.startswith("-:"), expression, changes))
-        if not pattern.startswith("-:") and changes.get("bits", 4) != 4:
-            raise CheckpointError(f"{where}: dynamic rule {pattern!r} has {changes['bits']} bits, only 4 are supported")
         _number(changes, "group_size", f"{where}: dynamic rule {pattern!r}", group)
+        if not pattern.startswith("-:"):
+            _gptq_bits(changes, f"{where}: dynamic rule {pattern!r}", bits)
 
     def say(module: str) -> Said:
         if any(_matches(module, name) for name in excluded):
@@ -351,10 +358,18 @@ def _gptq(entry: Mapping[str, Any], where: str) -> Declared:
                     return Said((), "excluded")
                 ordered = changes.get("desc_act", entry.get("desc_act"))
                 needed = ("groups",) if ordered else ()
-                return Said(("gptq",), "table", changes.get("group_size", group), needed)
-        return Said(("gptq",), "default", group, ("groups",) if entry.get("desc_act") else ())
+                return Said((GPTQ[changes.get("bits", bits)],), "table", changes.get("group_size", group), needed)
+        return Said((GPTQ[bits],), "default", group, ("groups",) if entry.get("desc_act") else ())
 
     return Declared("gptq", where, say, gptq_offset=1 if form == "gptq" else 0)
+
+
+def _gptq_bits(entry: Mapping[str, Any], where: str, default: int | None = None) -> int:
+    if (bits := _number(entry, "bits", where, default)) not in GPTQ:
+        raise CheckpointError(
+            f"{where}: GPTQ with {bits} bits is not supported, only with {' or '.join(map(str, GPTQ))}"
+        )
+    return bits
 
 
 def _awq(entry: Mapping[str, Any], where: str) -> Declared:

@@ -13,9 +13,14 @@ from typing import Literal, NamedTuple
 
 from kernels.weight_forms import kind_and_group
 
-Scheme = Literal["plain", "fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int8", "int4", "gptq", "awq", "own"]
-WORD = 8
-"""4-bit numbers in a 32-bit word."""
+Scheme = Literal[
+    "plain", "fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int8", "int8-packed", "int4", "gptq", "gptq-int8",
+    "awq", "own",
+]  # fmt: skip
+PACKED: Mapping[str, int] = {"int4": 8, "int8-packed": 4}
+"""Schemes of compressed-tensors' pack-quantized -> numbers in a 32-bit word."""
+GPTQ: Mapping[int, Scheme] = {4: "gptq", 8: "gptq-int8"}
+"""Bits of a number in GPTQ -> its scheme."""
 FLOATS = ("F32", "F16", "BF16")
 PLAIN_FLOATS = (*FLOATS, "F64")
 """Dtypes of weights that are not quantised."""
@@ -92,10 +97,10 @@ class StoredWeight:
         return self.name.removesuffix(".weight")
 
     def with_inputs(self, inputs: int) -> StoredWeight:
-        """This weight, packed in words, with `inputs` inputs if they end in its last word; otherwise unchanged. The
-        shape in the files' table is that of the words."""
+        """This weight, of one of the schemes `PACKED`, with `inputs` inputs if they end in its last word; otherwise
+        unchanged. The shape in the files' table is that of the words."""
         rows, most = self.shape
-        fits = most - WORD < inputs < most
+        fits = most - PACKED[self.scheme] < inputs < most
         return replace(self, shape=(rows, inputs), group=min(self.group, inputs)) if fits else self
 
 
@@ -115,13 +120,15 @@ def find_weights(
     *,
     block: tuple[int, int] = (128, 128),
     group_of: Callable[[str], int | None] = lambda module: None,
+    packed_of: Callable[[str], Scheme] = lambda module: "int4",
     own_kind: str | None = None,
 ) -> tuple[dict[str, StoredWeight], list[str]]:
     """Weights by name, and the names of tensors that are not used (scales of activations and caches).
 
     `block`: the configuration's outputs and inputs of a block, for fp8-block. `group_of`: the configuration's inputs
-    per scale of a module in int4, or None. `own_kind`: the form of weights (`ModelConfig.stored_form`) of a checkpoint
-    that this server wrote. One `FormatError` lists the modules whose tensors do not fit together.
+    per scale of a module in int4 or int8, or None. `packed_of`: which of the schemes `PACKED` a module has if it is
+    packed in words, which the tensors do not show. `own_kind`: the form of weights (`ModelConfig.stored_form`) of a
+    checkpoint that this server wrote. One `FormatError` lists the modules whose tensors do not fit together.
     """
     grouped: dict[str, dict[str, str]] = {}
     unused = [name for name in table if name.endswith(CACHE_SCALES)]
@@ -135,7 +142,7 @@ def find_weights(
     for name in sorted(grouped):
         parts = grouped[name]
         try:
-            found[name] = _weight(name, parts, table, block, group_of, own_kind)
+            found[name] = _weight(name, parts, table, block, group_of, packed_of, own_kind)
         except FormatError as error:
             problems.append(str(error))
         unused += [parts[role] for role in OF_ROWS if role in parts]
@@ -165,6 +172,7 @@ def _weight(
     table: Mapping[str, Entry],
     block: tuple[int, int],
     group_of: Callable[[str], int | None],
+    packed_of: Callable[[str], Scheme],
     own_kind: str | None,
 ) -> StoredWeight:
     module = name.removesuffix(".weight")
@@ -192,7 +200,7 @@ def _weight(
         kind, group = kind_and_group(own_kind)
         return made("own", (*rows, inner * (2 if kind in ("int4", "nvfp4") else 1)), group=group or 0)
     if stored.endswith(".weight_packed") and values.dtype == "I32":
-        return _packed_in_words(module, entries, group_of(module), made)
+        return _packed_in_words(module, entries, packed_of(module), group_of(module), made)
     if values.dtype not in NEEDS_SCALES:
         extra = sorted(set(parts) - {"values", "input"})
         if extra:
@@ -207,11 +215,7 @@ def _weight(
     if values.dtype == "U8":
         return _four_bit_floats(module, entries, made)
     if values.dtype == "I8":
-        _only(module, entries, "values", "scale", *OF_ROWS)
-        _floats(module, "scale", scale)
-        if scale.shape not in ((*values.shape[:-1], 1), values.shape[:-1]):
-            raise FormatError(f"{module}: scales of shape {list(scale.shape)} for int8 rows {list(values.shape)}")
-        return made("int8", values.shape)
+        return _eight_bit_integers(module, entries, group_of(module), made)
     raise FormatError(f"{module}: weights of {values.dtype} are not supported")
 
 
@@ -286,34 +290,64 @@ def _inputs_per_scale(module: str, groups: int, inputs: int, said: int | None, l
     return inputs // groups
 
 
-def _packed_in_words(
+def _eight_bit_integers(
     module: str, entries: Mapping[str, Entry], group: int | None, made: Callable[..., StoredWeight]
 ) -> StoredWeight:
-    """compressed-tensors' pack-quantized: eight values of a row in each 32-bit word."""
+    """compressed-tensors' int-quantized: one scale, and one zero point if it is asymmetric, per row or group of it."""
+    values, scale = entries["values"], entries["scale"]
+    lead, inner = values.shape[:-1], values.shape[-1]
+    _only(module, entries, "values", "scale", "zeros", *(("groups",) if len(lead) == 1 else ()), *OF_ROWS)
+    _floats(module, "scale", scale)
+    grouped = len(scale.shape) == len(values.shape)
+    if scale.shape[: len(lead)] != lead or len(scale.shape) > len(values.shape):
+        raise FormatError(f"{module}: scales of shape {list(scale.shape)} for int8 rows {list(values.shape)}")
+    if "zeros" in entries and (entries["zeros"].dtype, entries["zeros"].shape) != ("I8", scale.shape):
+        zeros = entries["zeros"]
+        raise FormatError(f"{module}: zero points of {zeros.dtype} {list(zeros.shape)}, not I8 {list(scale.shape)}")
+    if "groups" in entries:
+        _indices(module, entries["groups"], inner)
+    return made("int8", values.shape, group=_inputs_per_scale(module, scale.shape[-1] if grouped else 1, inner, group))
+
+
+def _indices(module: str, groups: Entry, inputs: int) -> None:
+    if groups.dtype != "I32" or groups.shape != (inputs,):
+        raise FormatError(f"{module}: g_idx of shape {list(groups.shape)}, not I32 [{inputs}]")
+
+
+def _packed_in_words(
+    module: str,
+    entries: Mapping[str, Entry],
+    scheme: Scheme,
+    group: int | None,
+    made: Callable[..., StoredWeight],
+) -> StoredWeight:
+    """compressed-tensors' pack-quantized: eight or four values of a row in each 32-bit word, and as many zero points of
+    neighbouring rows."""
+    per_word = PACKED[scheme]
     _only(module, entries, "values", "scale", "zeros", "shape", "groups", "input")
     values, scale = entries["values"], entries.get("scale")
     if scale is None:
-        raise FormatError(f"{module}: a weight of packed int4 without its scale")
+        raise FormatError(f"{module}: a weight of packed {scheme[:4]} without its scale")
     _floats(module, "scale", scale)
     if "shape" not in entries:
         raise FormatError(f"{module}: its weight_shape is missing")
     if len(values.shape) != 2 or len(scale.shape) != 2 or scale.shape[0] != values.shape[0] or scale.shape[1] < 1:
         raise FormatError(f"{module}: scales of shape {list(scale.shape)} for packed words {list(values.shape)}")
     if "zeros" in entries:
-        zeros, wanted = entries["zeros"], (-(-values.shape[0] // 8), scale.shape[1])
+        zeros, wanted = entries["zeros"], (-(-values.shape[0] // per_word), scale.shape[1])
         if zeros.dtype != "I32" or zeros.shape != wanted:
             raise FormatError(f"{module}: zero points of {zeros.dtype} {list(zeros.shape)}, not I32 {list(wanted)}")
     # Fewer inputs may be in the last word: see `StoredWeight.with_inputs`.
-    inputs = WORD * values.shape[1]
-    group = _inputs_per_scale(module, scale.shape[1], inputs, group, least=inputs - WORD + 1)
-    return made("int4", (values.shape[0], inputs), group=group)
+    inputs = per_word * values.shape[1]
+    group = _inputs_per_scale(module, scale.shape[1], inputs, group, least=inputs - per_word + 1)
+    return made(scheme, (values.shape[0], inputs), group=group)
 
 
 def _grouped_by_columns(
     module: str, entries: Mapping[str, Entry], group: int | None, made: Callable[..., StoredWeight]
 ) -> StoredWeight:
-    """GPTQ and AWQ: inputs by outputs, with eight numbers in each 32-bit word, along the inputs in GPTQ and along the
-    outputs in AWQ."""
+    """GPTQ and AWQ: inputs by outputs, with eight numbers in each 32-bit word, or four of GPTQ in 8 bits, along the
+    inputs in GPTQ and along the outputs in AWQ. Zero points are along the outputs in both."""
     values, scale = entries["values"], entries.get("scale")
     for role in ("scale", "zeros"):
         if role not in entries:
@@ -326,22 +360,23 @@ def _grouped_by_columns(
             f"{module}: qweight {values.dtype} {list(values.shape)} and qzeros {zeros.dtype} are not matrices of I32"
         )
     groups, outputs = scale.shape
-    if outputs % 8 or zeros.shape != (groups, outputs // 8):
+    bits = next((bits for bits in GPTQ if zeros.shape[1:] == (outputs * bits // 32,)), 0)
+    if not bits or outputs * bits % 32 or zeros.shape[0] != groups:
         raise FormatError(
-            f"{module}: qzeros of shape {list(zeros.shape)} for scales {list(scale.shape)}, not "
-            f"{[groups, outputs // 8]}"
+            f"{module}: qzeros of shape {list(zeros.shape)} for scales {list(scale.shape)}, not {groups} rows of "
+            f"{outputs / 8:g} words with 4 bits or {outputs / 4:g} with 8 bits a number"
         )
     if values.shape[1] == outputs:
-        scheme, inputs = "gptq", 8 * values.shape[0]
+        scheme, inputs = GPTQ[bits], 32 // bits * values.shape[0]
         _only(module, entries, "values", "scale", "zeros", "groups")
-        if "groups" in entries and (entries["groups"].dtype != "I32" or entries["groups"].shape != (inputs,)):
-            raise FormatError(f"{module}: g_idx of shape {list(entries['groups'].shape)}, not I32 [{inputs}]")
-    elif 8 * values.shape[1] == outputs:
+        if "groups" in entries:
+            _indices(module, entries["groups"], inputs)
+    elif bits == 4 and 8 * values.shape[1] == outputs:
         scheme, inputs = "awq", values.shape[0]
         _only(module, entries, "values", "scale", "zeros")
     else:
         raise FormatError(
             f"{module}: qweight of shape {list(values.shape)} with scales of shape {list(scale.shape)} fits "
-            "neither GPTQ nor AWQ in 4 bits"
+            f"neither GPTQ nor AWQ in {bits} bits"
         )
     return made(scheme, (outputs, inputs), group=_inputs_per_scale(module, groups, inputs, group))

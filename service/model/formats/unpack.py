@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.linear import Quantised
 from kernels.linear.quantised import pack_nibbles, unpack_nibbles
-from service.model.formats.tensors import OF_ROWS, FormatError, StoredWeight
+from service.model.formats.tensors import OF_ROWS, PACKED, FormatError, StoredWeight
 
 Read = Callable[[str], Tensor]
 """Reads a stored tensor by name."""
@@ -32,11 +32,10 @@ def load(weight: StoredWeight, read: Read, *, gptq_offset: int = 1) -> Tensor | 
             case "nvfp4":
                 return _nvfp4(weight, parts)
             case "int8":
-                scale = parts["scale"].float().reshape(*parts["values"].shape[:-1], 1).contiguous()
-                return Quantised("int8", parts["values"], _finite(weight, scale), weight.shape[-1], weight.shape[-1])
-            case "int4":
-                return _int4(weight, parts)
-            case "gptq":
+                return _int8(weight, parts)
+            case "int4" | "int8-packed":
+                return _packed(weight, parts)
+            case "gptq" | "gptq-int8":
                 return _gptq(weight, parts, gptq_offset)
             case "awq":
                 return _awq(weight, parts)
@@ -101,7 +100,21 @@ def _nvfp4(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
     return Quantised("nvfp4", parts["values"], scale, inner, outer=outer, divided=divided)
 
 
-def _int4(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
+def _int8(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
+    """compressed-tensors' int-quantized: w = (value - zero) * scale, both signed."""
+    values, inner = parts["values"], weight.shape[-1]
+    scale = _finite(weight, parts["scale"].float()).reshape(*values.shape[:-1], -1).contiguous()
+    zeros = None if "zeros" not in parts else _flipped(parts["zeros"]).reshape(scale.shape)
+    order = None
+    if "groups" in parts:
+        order = _order(weight, parts["groups"], scale.shape[-1], inner, weight.group)
+    if order is not None:
+        values = values[:, order]
+    return Quantised("int8", values, scale, inner, weight.group, zeros, order=order)
+
+
+def _packed(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
+    """compressed-tensors' pack-quantized: values and zero points as unsigned numbers, 8 or 128 higher."""
     words, scale = parts["values"], _finite(weight, parts["scale"].float())
     (rows, inner), groups, group = weight.shape, scale.shape[1], weight.group
     stored = [int(number) for number in parts["shape"].flatten().tolist()]
@@ -109,25 +122,33 @@ def _int4(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
         raise FormatError(f"{weight.module}: weight_shape is {stored}, not {[rows, inner]}")
     if -(-inner // group) != groups:
         raise FormatError(f"{weight.module}: {groups} groups of {group} do not cover {inner} inputs")
-    zeros = None
+    bits, zeros = 32 // PACKED[weight.scheme], None
     if "zeros" in parts:
-        zeros = _words(parts["zeros"].t()).t()[:rows].contiguous()  # packed along the outputs
+        zeros = _words(parts["zeros"].t(), bits).t()[:rows].contiguous()  # packed along the outputs
     order = None if "groups" not in parts else _order(weight, parts["groups"], groups, inner, group)
-    values = _words(words)[:, :inner]
-    if order is not None:
-        values = values[:, order]
-    return Quantised("int4", pack_nibbles(values), scale.contiguous(), inner, group, zeros, order=order)
+    return _integers(bits, _words(words, bits)[:, :inner], scale, weight, zeros, order)
 
 
 def _gptq(weight: StoredWeight, parts: dict[str, Tensor], offset: int) -> Quantised:
+    """Stored zero points of version 1 are one lower. GPTQModel, also as transformers uses it, subtracts and adds whole
+    words: a zero point of 0 is stored as the highest number, and takes one from the number above it in the word."""
     inner, scale = weight.shape[1], _finite(weight, parts["scale"].float())
-    values = _words(parts["values"].t())  # eight inputs a word
-    zeros = _words(parts["zeros"]) + offset
+    bits = 4 if weight.scheme == "gptq" else 8
+    ones = {4: 0x11111111, 8: 0x01010101}[bits]
+    values = _words(parts["values"].t(), bits)  # of inputs
+    zeros = _words(parts["zeros"] + offset * ones, bits).t().contiguous()
     order = None if "groups" not in parts else _order(weight, parts["groups"], scale.shape[0], inner, weight.group)
+    return _integers(bits, values, scale.t(), weight, zeros, order)
+
+
+def _integers(
+    bits: int, values: Tensor, scale: Tensor, weight: StoredWeight, zeros: Tensor | None, order: Tensor | None
+) -> Quantised:
+    """An int4 or int8 weight of unsigned values `[n, k]`, whose inputs are in order."""
     if order is not None:
         values = values[:, order]
-    transposed = scale.t().contiguous(), zeros.t().contiguous()
-    return Quantised("int4", pack_nibbles(values), transposed[0], inner, weight.group, transposed[1], order=order)
+    kind, stored = ("int4", pack_nibbles(values)) if bits == 4 else ("int8", _flipped(values))
+    return Quantised(kind, stored, scale.contiguous(), weight.shape[1], weight.group, zeros, order=order)
 
 
 def _awq(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
@@ -135,7 +156,7 @@ def _awq(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
     places = torch.tensor(AWQ_ORDER)
 
     def outputs(words: Tensor) -> Tensor:
-        return _words(words).unflatten(-1, (-1, 8))[..., places].flatten(-2)
+        return _words(words, 4).unflatten(-1, (-1, 8))[..., places].flatten(-2)
 
     values, zeros = outputs(parts["values"]).t(), outputs(parts["zeros"]).t()
     return Quantised("int4", pack_nibbles(values), scale.t().contiguous(), inner, weight.group, zeros.contiguous())
@@ -152,7 +173,13 @@ def _order(weight: StoredWeight, group_of: Tensor, groups: int, inner: int, grou
     return None if torch.equal(order, torch.arange(inner)) else order
 
 
-def _words(words: Tensor) -> Tensor:
-    """int32 `[..., w]` -> uint8 `[..., 8 w]`: the nibbles of each word, lowest first."""
+def _words(words: Tensor, bits: int) -> Tensor:
+    """int32 `[..., w]` -> uint8 `[..., 32 / bits * w]`: the numbers of 4 or 8 bits of each word, lowest first."""
     octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # little-endian
-    return unpack_nibbles(octets)
+    return octets if bits == 8 else unpack_nibbles(octets)
+
+
+def _flipped(octets: Tensor) -> Tensor:
+    """The signed numbers 128 below unsigned ones, or the unsigned ones 128 above signed ones; contiguous."""
+    other = torch.int8 if octets.dtype == torch.uint8 else torch.uint8
+    return (octets.contiguous().view(torch.uint8) ^ 128).view(other)

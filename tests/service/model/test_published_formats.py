@@ -14,7 +14,7 @@ import pytest
 import torch
 from images import png
 from quantised_checkpoint import edit_config, quantise_files
-from quantised_files import FORMATS, block_fp8, packed_int4
+from quantised_files import FORMATS, block_fp8, gptq, in_32, int8_rows, integers_in_groups, packed, signed, words
 from qwen_checkpoint import make_qwen
 from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file, save_file
@@ -31,7 +31,7 @@ from kernels.linear import Linear, Packed, Quantised
 from kernels.native import NativeUnavailable
 from service.model.checkpoint import Checkpoint
 from service.model.formats.declared import disagreements, read_declared
-from service.model.formats.tensors import Entry, FormatError, find_weights
+from service.model.formats.tensors import PACKED, Entry, FormatError, find_weights
 from service.model.formats.unpack import load
 
 DTYPES = {
@@ -54,10 +54,12 @@ def read_back(tensors: dict[str, torch.Tensor], config: dict[str, object]) -> Qu
     """Through detection, comparison with the configuration and unpacking."""
     declared = read_declared({"quantization_config": config}, {})
     assert declared is not None
-    found, _ = find_weights(entries(tensors), block=declared.block, group_of=declared.group_of)
+    found, _ = find_weights(
+        entries(tensors), block=declared.block, group_of=declared.group_of, packed_of=declared.packed_of
+    )
     assert not disagreements(declared, found)
     stored = found[f"{NAME}.weight"]
-    if stored.scheme == "int4":  # as the configuration's shape is
+    if stored.scheme in PACKED:  # as the configuration's shape is
         stored = stored.with_inputs(int(tensors.get(f"{NAME}.weight_shape", torch.tensor(0)).flatten()[-1]))
     weight = load(stored, tensors.__getitem__, gptq_offset=declared.gptq_offset)
     assert isinstance(weight, Quantised)
@@ -77,6 +79,8 @@ def test_a_weight_is_what_its_format_means_bit_for_bit(form: str, shape: tuple[i
 SHORT = [
     ("packed-int4", 168), ("packed-int4", 100), ("packed-int4", 20), ("packed-int4-zeros", 168), ("gptq", 168),
     ("gptq-act-order", 168), ("gptq-v2", 72), ("gptq", 8), ("block-fp8", 200), ("modelopt-fp8-blocks", 130),
+    ("grouped-int8-zeros", 165), ("packed-int8", 99), ("packed-int8-zeros", 30), ("packed-int8-zeros", 165),
+    ("gptq-int8", 100), ("gptq-int8-act-order", 100),
 ]  # fmt: skip
 
 
@@ -93,11 +97,97 @@ def test_a_last_group_may_be_short(form: str, inner: int) -> None:
     assert float((found.double() - exact).abs().max()) <= 2**-8 * float(exact.abs().max())
 
 
-@pytest.mark.parametrize("form", ["modelopt-fp8", "channel-fp8", "block-fp8", "modelopt-nvfp4", "packed-int4"])
+ROW = ["modelopt-fp8", "channel-fp8", "block-fp8", "modelopt-nvfp4", "packed-int4", "packed-int8", "grouped-int8"]
+
+
+@pytest.mark.parametrize("form", ROW)
 def test_a_weight_may_have_a_single_row(form: str) -> None:
     write, config = FORMATS[form]
     tensors, meant = write(NAME, matrix(1, 64))
     assert np.array_equal(read_back(tensors, config).dequantise().numpy(), meant)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("version", [1, 2])
+def test_gptqs_zero_points_may_be_0(version: int, bits: int) -> None:
+    """Version 1 stores it as the highest number of its bits, and the next one of the word one lower."""
+    w = matrix(72, 160)
+    w[::2] = abs(w[::2])
+    tensors, meant = gptq(NAME, w, bits=bits, version=version)
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": 32,
+        "checkpoint_format": {1: "gptq", 2: "gptq_v2"}[version],
+    }
+    weight = read_back(tensors, config)
+    assert weight.zeros is not None and bool((weight.zeros[::2] == 0).all())
+    assert np.array_equal(weight.dequantise().numpy(), meant)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "pack-quantized", "int-quantized"])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_row_of_8_bits_may_be_one_group(layout: str, zeros: bool) -> None:
+    w = matrix(72, 160)
+    config: dict[str, object] = {"quant_method": "gptq", "bits": 8, "group_size": -1, "desc_act": True}
+    if layout == "gptq":
+        tensors, meant = gptq(NAME, w, 160, bits=8)
+    else:
+        weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": not zeros}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        config = {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
+        tensors, meant = {
+            "pack-quantized": lambda: packed(NAME, w, None, bits=8, zeros=zeros),
+            "int-quantized": lambda: int8_rows(NAME, w, zeros=zeros),
+        }[layout]()
+    weight = read_back(tensors, config)
+    assert weight.kind == "int8" and weight.group == 160
+    assert (weight.zeros is not None) == (zeros or layout == "gptq")
+    assert np.array_equal(weight.dequantise().numpy(), meant)
+
+
+@pytest.mark.parametrize("layout", ["pack-quantized", "int-quantized"])
+def test_inputs_of_8_bits_may_be_in_another_order(layout: str) -> None:
+    """compressed-tensors' `actorder: group`: columns stay where they are, and g_idx has their groups."""
+    group_of = np.random.default_rng(3).permutation(np.arange(160) // 32)
+    order, w = np.argsort(group_of, kind="stable"), matrix(72, 160)
+    numbers, point, scale, meant = integers_in_groups(w[:, order], 32, 8, zeros=True)
+    there = np.argsort(order)
+    numbers, meant = numbers[:, there], meant[:, there]
+    tensors = {f"{NAME}.weight_scale": scale, f"{NAME}.weight_g_idx": torch.from_numpy(group_of).int()}
+    if layout == "int-quantized":
+        tensors |= {f"{NAME}.weight": signed(numbers), f"{NAME}.weight_zero_point": signed(point)}
+    else:
+        tensors |= {f"{NAME}.weight_packed": words(numbers, 1, bits=8), f"{NAME}.weight_shape": torch.tensor(w.shape)}
+        tensors[f"{NAME}.weight_zero_point"] = words(point, 0, bits=8)
+    config = json.loads(json.dumps(in_32(layout, 8, symmetric=False)))
+    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    weight = read_back(tensors, config)
+    assert weight.order is not None and np.array_equal(weight.dequantise().numpy(), meant)
+    del tensors[f"{NAME}.weight_g_idx"]
+    with pytest.raises(AssertionError, match="has no g_idx"):
+        read_back(tensors, config)
+
+
+def test_gptqs_rules_may_mix_4_and_8_bits() -> None:
+    config = {
+        "quant_method": "gptq", "bits": 4, "group_size": 64,
+        "dynamic": {r"+:.*\.o_proj": {"bits": 8, "group_size": 32}, r".*\.gate_proj": {"group_size": 32}},
+    }  # fmt: skip
+    declared = read_declared({"quantization_config": config}, {})
+    assert declared is not None
+    tensors: dict[str, torch.Tensor] = {}
+    for module, bits, group in (("q_proj", 4, 64), ("o_proj", 8, 32), ("gate_proj", 4, 32)):
+        tensors |= gptq(f"model.layers.3.{module}", matrix(72, 128), group, bits=bits)[0]
+    found, _ = find_weights(entries(tensors), group_of=declared.group_of, packed_of=declared.packed_of)
+    assert not disagreements(declared, found)
+    schemes = {weight.module.rpartition(".")[2]: weight.scheme for weight in found.values()}
+    assert schemes == {"q_proj": "gptq", "o_proj": "gptq-int8", "gate_proj": "gptq"}
+    eight = read_declared({"quantization_config": {**config, "bits": 8}}, {})
+    assert disagreements(eight, found) == [
+        f"model.layers.3.{module} is stored as gptq, but config.json: quantization_config says gptq-int8"
+        for module in ("gate_proj", "q_proj")
+    ]
 
 
 def test_blocks_of_fp8_have_transformers_default_size() -> None:
@@ -128,7 +218,7 @@ def test_the_layout_may_be_named_format(form: str) -> None:
 
 
 def test_other_groups_than_the_configuration_says_are_refused() -> None:
-    tensors, _ = packed_int4(NAME, matrix(24, 168))
+    tensors, _ = packed(NAME, matrix(24, 168))
     config = json.loads(json.dumps(FORMATS["packed-int4"][1]))
     config["config_groups"]["group_0"]["weights"]["group_size"] = 64
     declared = read_declared({"quantization_config": config}, {})
@@ -136,7 +226,7 @@ def test_other_groups_than_the_configuration_says_are_refused() -> None:
     found, _ = find_weights(entries(tensors), group_of=declared.group_of)
     assert disagreements(declared, found) == [f"{NAME} has groups of 28, but {declared.where} says 64"]
     with pytest.raises(FormatError, match=f"{NAME}: 6 groups do not divide 160 inputs"):
-        find_weights(entries(packed_int4(NAME, matrix(24, 160), 29)[0]))
+        find_weights(entries(packed(NAME, matrix(24, 160), 29)[0]))
 
 
 def test_blocks_of_another_size_in_compressed_tensors() -> None:
@@ -166,7 +256,8 @@ def test_products_are_those_of_the_numbers_and_of_each_row_alone(form: str, dtyp
     linear = Linear(weight, dtype=dtype)
     together = linear(x)
     exact = x.double() @ torch.from_numpy(meant).double().t()
-    bound = (1e-4 if form == "channel-int8" else 2e-6) if dtype == torch.float32 else 2**-8
+    half = 2**-8 if linear.packed is not None else 2**-7  # where weights are expanded, each is rounded to bfloat16 too
+    bound = (1e-4 if weight.kind == "int8" else 2e-6) if dtype == torch.float32 else half
     assert float((together.double() - exact).abs().max()) <= bound * float(exact.abs().max()) + 1e-7
     if linear.packed is not None:
         assert torch.equal(together, torch.cat([linear(row[None]) for row in x]))
@@ -273,7 +364,10 @@ def test_answers_are_those_of_the_dequantised_model(
     check_answers(tiny, ("auto", "off")[(len(form) + len(model)) % 2])
 
 
-@pytest.mark.parametrize(("form", "native"), [("packed-int4", "auto"), ("packed-int4-zeros", "off")])
+@pytest.mark.parametrize(
+    ("form", "native"),
+    [("packed-int4", "auto"), ("packed-int4-zeros", "off"), ("packed-int8", "off"), ("packed-int8-zeros", "auto")],
+)
 def test_packed_rows_may_end_within_a_word(tmp_path: Path, form: str, native: str) -> None:
     """No layer has a multiple of eight inputs, and experts are stacked from several files' weights."""
     sizes = {
@@ -371,6 +465,18 @@ MALFORMED: list[tuple[str, Callable[[Tensors], Tensors], str]] = [
     ("packed-int4", without(".weight_scale"), "packed int4 without its scale"),
     ("packed-int4", changed(".weight_shape", lambda t: t + 8), "weight_shape is [272, 264], not [264, 256]"),
     ("packed-int4-zeros", changed("_zero_point", lambda t: t[:-1]), "zero points of I32"),
+    ("packed-int8", without(".weight_scale"), "packed int8 without its scale"),
+    ("packed-int8", changed(".weight_shape", lambda t: t + 4), "weight_shape is [268, 260], not [264, 256]"),
+    ("packed-int8-zeros", changed("_zero_point", lambda t: t[:-1]), "zero points of I32 [65, 8], not I32 [66, 8]"),
+    ("channel-int8", changed("_scale", lambda t: t[:-1]), "scales of shape [263, 1] for int8 rows [264, 256]"),
+    ("grouped-int8", changed("_scale", lambda t: t[:, :-1]), "7 groups do not divide 256 inputs"),
+    ("grouped-int8", changed("_scale", lambda t: t[None]), "scales of shape [1, 264, 8] for int8 rows [264, 256]"),
+    ("grouped-int8-zeros", changed("_point", lambda t: t[:, :1]), "zero points of I8 [264, 1], not I8 [264, 8]"),
+    ("grouped-int8-zeros", changed("_point", lambda t: t.int()), "zero points of I32 [264, 8], not I8 [264, 8]"),
+    ("grouped-int8", added(".weight_g_idx", torch.arange(8).int()), "g_idx of shape [8], not I32 [256]"),
+    ("grouped-int8", added(".weight_g_idx", torch.arange(256).int()), "does not put 32 inputs into each of 8 groups"),
+    ("gptq-int8", changed(".qzeros", lambda t: t[:, :22]), "not 8 rows of 33 words with 4 bits or 66 with 8 bits"),
+    ("gptq-int8", changed(".qzeros", lambda t: t[:, :33]), "g_idx of shape [256], not I32 [512]"),
     ("gptq", without(".qzeros"), "without its qzeros"),
     ("gptq", without(".scales"), "without its scales"),
     ("gptq", changed(".qweight", lambda t: t.t()), "fits neither GPTQ nor AWQ"),
@@ -410,7 +516,10 @@ DISAGREEING: list[tuple[str, dict[str, object], str]] = [
     ("packed-int4", {"config_groups": {"g": {"targets": ["Linear"], "weights": {
         "num_bits": 4, "type": "int", "strategy": "channel"}}}}, "has groups of 32, but .* says -1"),
     ("gptq", {"dynamic": {"-:.*up_proj": {}}}, "stored as gptq, but .* says not quantised"),
-    ("gptq", {"bits": 8}, "GPTQ with 8 bits is not supported"),
+    ("gptq", {"bits": 3}, "GPTQ with 3 bits is not supported, only with 4 or 8"),
+    ("gptq", {"bits": 8}, "stored as gptq, but .* says gptq-int8"),
+    ("gptq", {"dynamic": {"+:.*up_proj": {"bits": 8}}}, "stored as gptq, but .* says gptq-int8"),
+    ("gptq-int8", {"bits": 4}, "stored as gptq-int8, but .* says gptq"),
     ("awq", {"version": "gemv"}, "AWQ version 'gemv' is not supported"),
     ("modelopt-nvfp4", {"quant_algo": "W4A8_AWQ"}, "'W4A8_AWQ' of all modules is not supported"),
     ("modelopt-fp8", {"quant_algo": "MIXED_PRECISION", "quantized_layers": {
