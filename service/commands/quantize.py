@@ -28,8 +28,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--weights", choices=WEIGHT_KINDS, required=True, help="format of the quantised weights")
     parser.add_argument(
         "--format", choices=FORMATS, default=FORMATS[0],
-        help="layout of the files: the server's own, or compressed-tensors (for fp8 and int4), which vLLM reads too "
-        "(default: %(default)s)",
+        help="layout of the files: the server's own, or compressed-tensors (for all forms but nvfp4), which vLLM reads "
+        "too (default: %(default)s)",
     )  # fmt: skip
     arguments = parser.parse_args(list(argv))
     torch.set_num_threads(available_cores().usable)

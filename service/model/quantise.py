@@ -137,7 +137,7 @@ def _published(name: str, tensor: Tensor, kind: str, written: Written) -> Iterat
             continue
         packed = quantise(matrix, kind)
         written.errors[module] = _error(matrix, packed.dequantise())
-        yield from compressed.tensors_of(module, packed).items()
+        yield from compressed.tensors_of(module, packed, kind).items()
 
 
 def _error(weight: Tensor, stored: Tensor) -> float:

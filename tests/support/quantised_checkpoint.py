@@ -15,6 +15,11 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import TinyCheckpoint
 from torch import Tensor
 
+from kernels.linear import Quantised
+from service.model.formats.declared import disagreements, read_declared
+from service.model.formats.tensors import PACKED, Entry, find_weights
+from service.model.formats.unpack import load
+
 PLAIN = (
     "embed",
     "conv1d",
@@ -30,6 +35,11 @@ PLAIN = (
     "lm_head",
 )
 """Parts of the names of matrices that published files keep in 16 bits."""
+DTYPES = {
+    torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64", torch.float32: "F32",
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8",
+}  # fmt: skip
+NAME = "model.layers.3.mixer.up_proj"
 
 
 def is_quantised(name: str, tensor: Tensor) -> bool:
@@ -88,3 +98,23 @@ def _replace(matrices: list[Tensor], old: Tensor, new: Tensor) -> None:
     found = [matrix for matrix in matrices if torch.equal(matrix, old)]
     assert len(found) == 1, (len(found), old.shape)
     found[0].copy_(new)
+
+
+def entries(tensors: dict[str, torch.Tensor]) -> dict[str, Entry]:
+    return {name: Entry(DTYPES[t.dtype], tuple(t.shape), t.nbytes) for name, t in tensors.items()}
+
+
+def read_back(tensors: dict[str, torch.Tensor], config: dict[str, object]) -> Quantised:
+    """The module `NAME`: through detection, comparison with the configuration and unpacking."""
+    declared = read_declared({"quantization_config": config}, {})
+    assert declared is not None
+    found, _ = find_weights(
+        entries(tensors), block=declared.block, group_of=declared.group_of, packed_of=declared.packed_of
+    )
+    assert not disagreements(declared, found)
+    stored = found[f"{NAME}.weight"]
+    if stored.scheme in PACKED:  # as the configuration's shape is
+        stored = stored.with_inputs(int(tensors.get(f"{NAME}.weight_shape", torch.tensor(0)).flatten()[-1]))
+    weight = load(stored, tensors.__getitem__, gptq_offset=declared.gptq_offset)
+    assert isinstance(weight, Quantised)
+    return weight

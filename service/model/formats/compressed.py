@@ -1,4 +1,5 @@
-"""Writes quantised weights in the compressed-tensors format: `float-quantized` (fp8) and `pack-quantized` (int4)."""
+"""Writes quantised weights in the compressed-tensors format: `float-quantized` (fp8), `int-quantized` (int8) and
+`pack-quantized` (int4 and int8 in groups)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from kernels.linear import Quantised
 from kernels.weight_forms import kind_and_group
 
-PUBLISHED = ("fp8", "int4", "int4-32")
+PUBLISHED = ("fp8", "int8", "int8-32", "int4", "int4-32")
 """Forms that have a published format."""
 _EXPERTS = {
     "gate_up_proj": ("", ("gate_proj", "up_proj")),
@@ -40,13 +41,15 @@ def writable(matrix: Tensor, form: str) -> bool:
     return group is None or matrix.shape[1] % group == 0
 
 
-def tensors_of(module: str, weight: Quantised) -> dict[str, Tensor]:
-    """The tensors of a module, for an fp8 weight with a scale per row or an int4 weight in groups."""
-    scale = weight.scale.bfloat16()
-    assert torch.equal(scale.float(), weight.scale), "scales are bfloat16 numbers"
-    if weight.kind == "fp8":
-        return {f"{module}.weight": weight.values.contiguous(), f"{module}.weight_scale": scale}
-    octets = weight.values.contiguous().view(torch.uint8)
+def tensors_of(module: str, weight: Quantised, form: str) -> dict[str, Tensor]:
+    """The tensors of a module, for a weight that `quantise` made in one of the forms `PUBLISHED`."""
+    values, scale = weight.values.contiguous(), weight.scale
+    if form != "int8":
+        scale = scale.bfloat16()
+        assert torch.equal(scale.float(), weight.scale), "scales are bfloat16 numbers"
+    if kind_and_group(form)[1] is None:
+        return {f"{module}.weight": values, f"{module}.weight_scale": scale}
+    octets = values if weight.kind == "int4" else values.view(torch.uint8) ^ 128  # as unsigned numbers: value + 128
     return {
         f"{module}.weight_packed": octets.view(torch.int32),  # little-endian: the first value in the lowest bits
         f"{module}.weight_scale": scale,
@@ -58,12 +61,14 @@ def configuration(form: str, ignored: Sequence[str]) -> dict[str, Any]:
     """`quantization_config`. `ignored`: modules that are not quantised."""
     kind, size = kind_and_group(form)
     common: dict[str, Any] = {"symmetric": True, "actorder": None, "observer": "minmax", "dynamic": False}
-    if kind == "fp8":
-        weights = {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None, **common}
-        inputs = {"num_bits": 8, "type": "float", "strategy": "token", "group_size": None, **common, "dynamic": True}
-        layout = "float-quantized"
+    if size is None:  # vLLM reads this layout only if activations are quantised too
+        number = "float" if kind == "fp8" else "int"
+        weights = {"num_bits": 8, "type": number, "strategy": "channel", "group_size": None, **common}
+        inputs = {"num_bits": 8, "type": number, "strategy": "token", "group_size": None, **common, "dynamic": True}
+        layout = f"{number}-quantized"
     else:
-        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": size, **common}
+        bits = 4 if kind == "int4" else 8
+        weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": size, **common}
         inputs, layout = None, "pack-quantized"
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from images import png
-from quantised_checkpoint import edit_config, quantise_files
+from quantised_checkpoint import NAME, edit_config, entries, quantise_files, read_back
 from quantised_files import FORMATS, block_fp8, gptq, in_32, int8_rows, integers_in_groups, packed, signed, words
 from qwen_checkpoint import make_qwen
 from safetensors.torch import load as load_bytes
@@ -31,39 +31,14 @@ from kernels.linear import Linear, Packed, Quantised
 from kernels.native import NativeUnavailable
 from service.model.checkpoint import Checkpoint
 from service.model.formats.declared import disagreements, read_declared
-from service.model.formats.tensors import PACKED, Entry, FormatError, find_weights
+from service.model.formats.tensors import FormatError, find_weights
 from service.model.formats.unpack import load
 
-DTYPES = {
-    torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64", torch.float32: "F32",
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8",
-}  # fmt: skip
-NAME = "model.layers.3.mixer.up_proj"
 STEPS = 12
-
-
-def entries(tensors: dict[str, torch.Tensor]) -> dict[str, Entry]:
-    return {name: Entry(DTYPES[t.dtype], tuple(t.shape), t.nbytes) for name, t in tensors.items()}
 
 
 def matrix(rows: int, inner: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((rows, inner)).astype(np.float32) * 0.05
-
-
-def read_back(tensors: dict[str, torch.Tensor], config: dict[str, object]) -> Quantised:
-    """Through detection, comparison with the configuration and unpacking."""
-    declared = read_declared({"quantization_config": config}, {})
-    assert declared is not None
-    found, _ = find_weights(
-        entries(tensors), block=declared.block, group_of=declared.group_of, packed_of=declared.packed_of
-    )
-    assert not disagreements(declared, found)
-    stored = found[f"{NAME}.weight"]
-    if stored.scheme in PACKED:  # as the configuration's shape is
-        stored = stored.with_inputs(int(tensors.get(f"{NAME}.weight_shape", torch.tensor(0)).flatten()[-1]))
-    weight = load(stored, tensors.__getitem__, gptq_offset=declared.gptq_offset)
-    assert isinstance(weight, Quantised)
-    return weight
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (264, 160), (8, 32)])

@@ -21,6 +21,7 @@ from kernels.weight_forms import FORMS
 from service.commands.cli import main
 from service.common.config import ConfigError
 from service.model.checkpoint import Checkpoint
+from service.model.formats import compressed
 from service.model.quantise import REPORT, quantise_checkpoint
 
 
@@ -125,7 +126,7 @@ def test_a_refusal_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     assert Checkpoint(tmp_path / "small").config.stored_form == "int8"
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4", "int4-32"])
+@pytest.mark.parametrize("kind", compressed.PUBLISHED)
 def test_published_format_holds_the_numbers_of_quantising_at_load(tmp_path: Path, kind: str) -> None:
     text = {
         "pattern": "M*-E", "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128,
@@ -144,9 +145,10 @@ def test_published_format_holds_the_numbers_of_quantising_at_load(tmp_path: Path
             assert torch.equal(weight.dequantise(), quantise(plain[name], kind).dequantise()), name
         else:
             assert torch.equal(weight, plain[name]), name
-    # An int4 group is 128 or 32 inputs: the shared expert's 40 are not full groups.
-    assert counted == (12 if kind == "fp8" else 11)
-    assert any("shared_experts.down_proj" in name for name in report["plain"]) == (kind != "fp8")
+    # A group is 128 or 32 inputs: the shared expert's 40 are not full groups.
+    rows = kind in ("fp8", "int8")
+    assert counted == (12 if rows else 11)
+    assert any("shared_experts.down_proj" in name for name in report["plain"]) != rows
     assert 0.0 < max(report["relative_error"].values()) < 0.15
     runner_options = DecoderOptions(max_seqs=2, max_len=64)
     DecoderRunner(small.config.decoder, runner_options, small.decoder_weights())
@@ -156,5 +158,7 @@ def test_published_format_holds_the_numbers_of_quantising_at_load(tmp_path: Path
 
 def test_kinds_without_a_published_format_are_refused(tmp_path: Path) -> None:
     original = make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "M"}).path
-    with pytest.raises(ConfigError, match="compressed-tensors can store fp8, int4 and int4-32, not nvfp4"):
+    with pytest.raises(
+        ConfigError, match="compressed-tensors can store fp8, int8, int8-32, int4 and int4-32, not nvfp4"
+    ):
         quantise_checkpoint(Checkpoint(original), tmp_path / "small", "nvfp4", "compressed-tensors")
