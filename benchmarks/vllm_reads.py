@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import FOLDER
-
 PYTHON = Path("~/.cache/saccade/peers/vllm/bin/python").expanduser()
 PROMPTS, NEW = (5, 17, 40, 9), 16
 SETTINGS = {
@@ -88,6 +86,8 @@ def compare(path: Path, scratch: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from benchmarks.record import FOLDER  # here, because vLLM's environment, which scores, has no such package
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("nemotron_h", "qwen3_5"), default="qwen3_5")
     parser.add_argument("--kinds", default="plain,fp8,int4")

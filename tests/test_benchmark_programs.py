@@ -8,6 +8,8 @@ import importlib
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +84,11 @@ def test_imports_of_programs_for_other_processes() -> None:
     own = sorted(each for each in found if each[0].split(".")[0] in OWN)
     assert ("saccade.v1", "inference_pb2_grpc") in own
     assert [each for each in own if not exists(*each)] == []
+
+
+def test_what_runs_in_vllms_environment_needs_nothing_of_this_project() -> None:
+    code, file = "import runpy, sys; runpy.run_path(sys.argv[1])", BENCHMARKS / "vllm_reads.py"
+    subprocess.run([sys.executable, "-IS", "-c", code, str(file)], cwd="/", check=True)
 
 
 def test_each_program_is_run_or_has_a_reason() -> None:
