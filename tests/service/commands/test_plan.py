@@ -29,6 +29,7 @@ from decoder.config import DecoderOptions
 from decoder.runner import DecoderRunner
 from encoder.plan import describe
 from kernels.linear import Linear, Quantised
+from kernels.linear.quantised import KINDS
 from kernels.machine_memory import machine_memory
 from kernels.native.instruction_sets import SETS, processor_features, supported
 from kernels.native.structs import Kind
@@ -161,6 +162,15 @@ def test_published_formats_are_counted_as_they_are_stored(tmp_path: Path, form: 
     # Unquantised numbers are counted in float32, the dtype that the checkpoint declares and stores.
     stored = sum(entry.nbytes for entry in checkpoint.files.table.values())
     assert weight_bytes(ServerOptions(model=str(small)), checkpoint) == stored
+    (kind,) = {checkpoint.kind_of(name) for name in checkpoint.config.decoder.linear_weights()} - {"plain"}
+    named = [each for each in KINDS if each in form]
+    assert kind == (named[0] if named else "nvfp4" if form == "modelopt-w4a16" else "int4")
+    rounded = ServerOptions(model=str(small), activations="int8", device="cpu")
+    if kind in ("int8", "int4"):
+        plan(rounded)
+        return
+    with pytest.raises(ConfigError, match="activations: int8 would have no effect"):
+        plan(rounded)
 
 
 def test_activations_in_fp8_need_weights_in_fp8_and_a_gpu(tmp_path: Path) -> None:
@@ -186,7 +196,7 @@ def test_activations_in_int8_need_integer_weights_and_a_cpu(tmp_path: Path, monk
         plan(ServerOptions(model=path, activations="int8", weights="int8", device="cuda"))
 
 
-@pytest.mark.parametrize("form", ["channel-int8", "packed-int4"])
+@pytest.mark.parametrize("form", ["channel-int8", "packed-int4", "packed-int8"])
 def test_activations_in_int8_follow_what_the_checkpoint_says(tmp_path: Path, form: str) -> None:
     text = {"pattern": "M-", "hidden_size": 64, "intermediate_size": 96, "mamba_num_heads": 8, "mamba_head_dim": 8}
     plain = make_checkpoint(tmp_path / "plain", 3, vision=False, text=text)
