@@ -168,8 +168,9 @@ class Made(NamedTuple):
     """Makes the weight from those tensors; None: there is one, which is the weight."""
     inverse: Inverse | None = None
     """The change of numbers that is undone, before `make`; None: numbers are unchanged."""
-    packable: bool = True
-    """Whether `make` takes weights that are quantised in groups of 32 inputs."""
+    moved: int = 0
+    """How many neighbouring inputs `make` keeps together; 0 if it moves none. In a quantised weight, groups must divide
+    this number."""
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,7 @@ class DeltaHeads:
             f"{ours}conv1d.weight", (f"{layer}ssm_conv1d.weight",), lambda stored: convolution(beyond(stored))
         )  # fmt: skip
         yield Made(f"{ours}norm.weight", (f"{layer}ssm_norm.weight",), vector)
-        packable = self.value_width % 32 == 0
-        yield Made(f"{ours}out_proj.weight", (f"{layer}ssm_out.weight",), out, packable=packable)
+        yield Made(f"{ours}out_proj.weight", (f"{layer}ssm_out.weight",), out, moved=self.value_width)
 
 
 def delta_heads(model: GgufModel) -> DeltaHeads:

@@ -13,23 +13,26 @@ import torch
 from torch import Tensor
 
 from families.gguf_model import GgufModel, Layout, Made
-from families.gguf_weights import MINUS_EXP, convolution, vector
+from families.gguf_weights import MINUS_EXP, Weight, convolution, each, stacked_rows, vector
 from families.qwen3_5.gguf import DeltaHeads, decoder, text_config
 
 
-def _by_key_head(qkv: Tensor, gates: Tensor, heads: DeltaHeads) -> Tensor:
+def _by_key_head(qkv: Weight, gates: Weight, heads: DeltaHeads) -> Weight:
     """The rows of all queries, keys, values, and gates -> of each key head its query, key, values and gates."""
     width = heads.each * heads.value_width
-    keys = heads.keys * heads.key_width
-    parts = qkv[:keys], qkv[keys : 2 * keys], qkv[2 * keys :], gates
     widths = heads.key_width, heads.key_width, width, width
-    grouped = [part.unflatten(0, (heads.keys, wide)) for part, wide in zip(parts, widths, strict=True)]
-    return torch.cat(grouped, 1).flatten(0, 1)
+
+    def change(part: Tensor) -> Tensor:
+        parts = part.split([heads.keys * wide for wide in widths])
+        grouped = [rows.unflatten(0, (heads.keys, wide)) for rows, wide in zip(parts, widths, strict=True)]
+        return torch.cat(grouped, 1).flatten(0, 1)
+
+    return each(stacked_rows(qkv, gates), change)
 
 
 def _delta(heads: DeltaHeads, theirs: str, ours: str) -> Iterator[Made]:
     sources = f"{theirs}attn_qkv.weight", f"{theirs}attn_gate.weight"
-    yield Made(f"{ours}in_proj_qkvz.weight", sources, partial(_by_key_head, heads=heads), packable=False)
+    yield Made(f"{ours}in_proj_qkvz.weight", sources, partial(_by_key_head, heads=heads))
     yield Made(f"{ours}in_proj_ba.weight", (f"{theirs}ssm_ba.weight",))
     yield Made(f"{ours}dt_bias", (f"{theirs}ssm_dt.bias",), vector)
     yield Made(f"{ours}A_log", (f"{theirs}ssm_a",), vector, MINUS_EXP)

@@ -47,9 +47,9 @@ class RowsOf(NamedTuple):
     """The formats of weights that can be multiplied with one kind of activations."""
 
     stored: frozenset[str]
-    """Formats of published checkpoints."""
+    """Formats of published checkpoints and converted files."""
     forms: frozenset[str]
-    """Values of `--weights`. The format "own" of a checkpoint stands for one of them."""
+    """Values of `--weights`; a checkpoint in this server's own format has these formats too."""
     words: str
     """All of them, for messages."""
 
@@ -57,7 +57,7 @@ class RowsOf(NamedTuple):
 ROWS_OF = {
     "fp8": RowsOf(frozenset({"fp8-tensor", "fp8-channel"}), frozenset({"fp8"}), "fp8 with a scale per row or tensor"),
     "int8": RowsOf(
-        frozenset({"int8", "int8-packed", "int4", "gptq", "gptq-int8", "awq"}),
+        frozenset({"int8", "int8-packed", "int8-16", "int4", "int4-16", "gptq", "gptq-int8", "awq"}),
         frozenset({"int8", "int8-32", "int4", "int4-32"}),
         "int8 or int4",
     ),
@@ -72,8 +72,7 @@ def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
     if kind is None:
         return
     of = ROWS_OF[kind]
-    rows = of.stored | ({"own"} if checkpoint.config.stored_form in of.forms else set())
-    stored = options.weights is None and rows & checkpoint.stored_as.keys()
+    stored = options.weights is None and (of.stored | of.forms) & checkpoint.stored_as.keys()
     device, wanted = resolve_device(options), "CPU" if kind == "int8" else "GPU"
     if options.weights not in of.forms and not stored:
         kinds = options.weights or ", ".join(checkpoint.formats) or "16 or 32 bits"

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from families import CheckpointError, Target
 from families.files import optional_json
-from kernels.weight_forms import kind_and_group
 from service.model.adapter import Adapter
 from service.model.cache import resolve_model
 from service.model.formats.declared import BESIDE, disagreements, read_declared
@@ -85,14 +84,14 @@ class Checkpoint:
         """By native name."""
 
     def _find_weights(self) -> dict[str, StoredWeight]:
-        declared, own = self.declared, self.config.stored_form
+        declared, own = self.declared, self.config.stored_forms
         try:
             if declared is None:
-                found, unused = find_weights(self.files.table, own_kind=own)
+                found, unused = find_weights(self.files.table, own_forms=own)
             else:
                 found, unused = find_weights(
                     self.files.table, block=declared.block, group_of=declared.group_of, packed_of=declared.packed_of,
-                    own_kind=own,
+                    own_forms=own,
                 )  # fmt: skip
         except FormatError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
@@ -147,10 +146,10 @@ class Checkpoint:
 
     @property
     def stored_as(self) -> dict[str, int]:
-        """Bytes of weights by format: `plain`, `fp8-block` and so on."""
+        """Bytes of weights by `StoredWeight.format`: `plain`, `fp8-block` and so on."""
         sizes: dict[str, int] = {}
         for weight in self.weights.values():
-            sizes[weight.scheme] = sizes.get(weight.scheme, 0) + weight.nbytes
+            sizes[weight.format] = sizes.get(weight.format, 0) + weight.nbytes
         return sizes
 
     def decoder_weights(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor | Quantised]]:
@@ -224,26 +223,23 @@ class Checkpoint:
 
     def kind_of(self, name: str) -> str:
         """How the weight of a native name is stored: `plain`, or one of `kernels.linear.KINDS`."""
-        scheme = self.weights[self._sources[name].names[0]].scheme
-        kinds: dict[str, str] = {
-            "gptq": "int4", "gptq-int8": "int8", "awq": "int4", "own": kind_and_group(self.config.stored_form or "")[0],
-        }  # fmt: skip
-        return kinds.get(scheme, scheme.partition("-")[0])
+        stored = self.weights[self._sources[name].names[0]].format
+        kinds = {"gptq": "int4", "gptq-int8": "int8", "awq": "int4"}
+        return kinds.get(stored, stored.partition("-")[0])
 
     def weight_bytes(self, name: str, item: int) -> int:
         """Bytes of the weight of a native name: a plain one with `item` bytes per number, others as stored."""
         source = self._sources[name]
         stored = [self.weights[each] for each in source.names]
-        total = sum(math.prod(w.shape) * item if w.scheme == "plain" else w.nbytes for w in stored)
+        total = sum(math.prod(w.shape) * item if w.scheme == "plain" else w.nbytes + w.widened for w in stored)
         target = source.target
         return total * target.num_taken // target.parts if target.how == "part" else total
 
     @property
     def formats(self) -> tuple[str, ...]:
         """Formats of quantised weights, largest first."""
-        sizes = {scheme: count for scheme, count in self.stored_as.items() if scheme != "plain"}
-        names = {"own": self.config.stored_form or ""}
-        return tuple(names.get(scheme, scheme) for scheme in sorted(sizes, key=lambda scheme: -sizes[scheme]))
+        sizes = {stored: count for stored, count in self.stored_as.items() if stored != "plain"}
+        return tuple(sorted(sizes, key=lambda stored: -sizes[stored]))
 
     def _stream(self, expected: Mapping[str, tuple[int, ...]], progress: Progress | None) -> Iterator[tuple[str, Any]]:
         wanted = [name for name in expected if name in self._sources]

@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decoder.config import WEIGHT_KINDS, DecoderConfig
+from decoder.config import DecoderConfig
 from families import CheckpointError, Family, FamilyConfig, ModelFiles, Target, VisionSpec, family_of
 from families.files import first, optional_json, read_json, token_id
+from kernels.weight_forms import STORED
 from service.model.cache import ADAPTER_CONFIG, GGUF, how_to_convert
 
-WEIGHTS_KEY, WEIGHTS_FORMAT = "saccade_weights", 1
-"""Entry of config.json that says how linear layers are stored, and the version of the entry that is written and
-read."""
+WEIGHTS_KEY = "saccade_weights"
+"""Entry of config.json that says how linear layers are stored."""
+ONE_FORM, SEVERAL_FORMS = 1, 2
+"""Versions of the entry: one form, `kind`, with scales in float32; or a list of forms, `kinds`, with scales in float16
+or float32. The shapes of a weight's tensors show which of them it has."""
 COMPUTE_DTYPES = ("float32", "bfloat16")
 """Names of the dtypes that models are computed in."""
 
@@ -35,9 +38,9 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     generation: Mapping[str, Any] = field(default_factory=dict)
     """`generation_config.json`: sampling defaults for fields that a request leaves unset."""
-    stored_form: str | None = None
-    """The form of the linear layers of a checkpoint in this server's own quantised format, one of `WEIGHT_KINDS`; None
-    for a checkpoint in another format."""
+    stored_forms: tuple[str, ...] = ()
+    """The forms of the linear layers of a checkpoint in this server's own quantised format, each one of
+    `kernels.weight_forms.STORED`; empty for a checkpoint in another format."""
 
     @property
     def decoder(self) -> DecoderConfig:
@@ -77,22 +80,24 @@ def _eos_ids(vocab_size: int, *sources: tuple[str, Mapping[str, Any]]) -> frozen
     return frozenset()
 
 
-def _stored_form(path: Path, config: Mapping[str, Any]) -> str | None:
+def _stored_forms(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
     entry = config.get(WEIGHTS_KEY)
     if entry is None:
-        return None
+        return ()
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}: {WEIGHTS_KEY} must be an object, not {entry!r}")
-    if (found := entry.get("format")) != WEIGHTS_FORMAT:
+    if (found := entry.get("format")) not in (ONE_FORM, SEVERAL_FORMS):
         raise CheckpointError(
-            f"{path}: {WEIGHTS_KEY} has format {found!r}, but this server reads {WEIGHTS_FORMAT}; "
-            "quantise the original again"
+            f"{path}: {WEIGHTS_KEY} has format {found!r}, but this server reads {ONE_FORM} and {SEVERAL_FORMS}; "
+            "quantise or convert the original again"
         )
-    if entry.get("kind") not in WEIGHT_KINDS:
-        raise CheckpointError(
-            f"{path}: {WEIGHTS_KEY} kind {entry.get('kind')!r} is not one of {', '.join(WEIGHT_KINDS)}"
-        )
-    return str(entry["kind"])
+    forms = [entry.get("kind")] if found == ONE_FORM else entry.get("kinds")
+    if not isinstance(forms, list):
+        raise CheckpointError(f"{path}: {WEIGHTS_KEY} kinds must be a list, not {forms!r}")
+    for form in forms:
+        if form not in STORED:
+            raise CheckpointError(f"{path}: {WEIGHTS_KEY} kind {form!r} is not one of {', '.join(STORED)}")
+    return tuple(forms)
 
 
 def _processor(path: Path, nested: Mapping[str, Any], part: str, *files: str) -> Mapping[str, Any]:
@@ -138,5 +143,5 @@ def load_config(path: Path, *, name: str | None = None) -> ModelConfig:
             ("config.json", model.text),
         ),  # fmt: skip
         generation=generation,
-        stored_form=_stored_form(path, config),
+        stored_forms=_stored_forms(path, config),
     )

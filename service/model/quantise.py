@@ -27,7 +27,7 @@ from kernels.weight_forms import kind_and_group
 from service.common.config import ConfigError
 from service.model.checkpoint import Checkpoint
 from service.model.formats import compressed
-from service.model.modelconfig import WEIGHTS_FORMAT, WEIGHTS_KEY
+from service.model.modelconfig import ONE_FORM, WEIGHTS_KEY
 from service.model.weight_sources import EMBEDDINGS, HEAD
 from service.model.written_folder import Shards, new_folder, own_format
 
@@ -55,10 +55,8 @@ class Written:
 def quantise_checkpoint(source: Checkpoint, out: Path, kind: str, form: str = "saccade") -> Written:
     """Writes OUT, which must be absent or empty, completely or not at all. `form`: one of `FORMATS`. Raises
     ConfigError."""
-    stored = sorted({weight.scheme for weight in source.weights.values()} - {"plain"})
-    if stored:
-        how = source.config.stored_form or ", ".join(stored)
-        raise ConfigError(f"{source.path} already has {how} weights; quantise the original")
+    if source.formats:
+        raise ConfigError(f"{source.path} already has {', '.join(source.formats)} weights; quantise the original")
     if form == "compressed-tensors" and kind not in compressed.PUBLISHED:
         known = f"{', '.join(compressed.PUBLISHED[:-1])} and {compressed.PUBLISHED[-1]}"
         raise ConfigError(f"compressed-tensors can store {known}, not {kind}; --format saccade can store all kinds")
@@ -96,7 +94,7 @@ def _write(source: Checkpoint, out: Path, kind: str, form: str) -> Written:
     written.after = shards.close()
     config: dict[str, Any] = json.loads((source.path / "config.json").read_text("utf-8"))
     if form == "saccade":
-        config[WEIGHTS_KEY] = {"format": WEIGHTS_FORMAT, "kind": kind}
+        config[WEIGHTS_KEY] = {"format": ONE_FORM, "kind": kind}
     else:
         config["quantization_config"] = compressed.configuration(kind, written.plain)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

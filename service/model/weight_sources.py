@@ -137,7 +137,7 @@ def _kinds(source: Source, stored: Mapping[str, StoredWeight], table: Mapping[st
     for name in source.names:
         weight = stored[name]
         plain = weight.scheme == "plain" and "values" in weight.parts
-        found.setdefault(table[weight.parts["values"]].dtype if plain else weight.scheme, name)
+        found.setdefault(table[weight.parts["values"]].dtype if plain else weight.format, name)
     return found
 
 

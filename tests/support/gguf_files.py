@@ -32,10 +32,12 @@ def kind_of(value: Any) -> Value:
 
 
 def write(
-    path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], kind: Type = Type.BF16
-) -> Path:
+    path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], kind: Type = Type.BF16,
+    types: Mapping[str, Type] | None = None,
+) -> Path:  # fmt: skip
     """`metadata`: keys without the architecture, unless they begin with `general.`, `tokenizer.` or `split.`. `kind`:
-    the type of matrices; one whose rows are no whole blocks becomes F16."""
+    the type of matrices; one whose rows are no whole blocks becomes F16. `types`: beginning of a name -> the type of
+    the matrices with such names."""
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in metadata.items():
         key = name if name.startswith(("general.", "tokenizer.", "split.")) else f"{architecture}.{name}"
@@ -46,15 +48,35 @@ def write(
             writer.add_key_value(key, value, kind_of(value))
     for name, tensor in tensors.items():
         data = np.ascontiguousarray(tensor.detach().float().numpy())
-        of = kind if data.ndim > 1 and not name.endswith(ALWAYS_F32) and "weight" in name else Type.F32
+        wanted = next((each for start, each in (types or {}).items() if name.startswith(start)), kind)
+        of = wanted if data.ndim > 1 and not name.endswith(ALWAYS_F32) and "weight" in name else Type.F32
         if data.shape[-1] % gguf.GGML_QUANT_SIZES[of][0]:
             of = Type.F16
-        writer.add_tensor(name, gguf.quants.quantize(data, of), raw_dtype=of)
+        writer.add_tensor(name, encoded(data, of), raw_dtype=of)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def encoded(data: np.ndarray[Any, Any], kind: Type) -> np.ndarray[Any, Any]:
+    """Numbers in a type; random numbers in types that the package does not write."""
+    try:
+        found: np.ndarray[Any, Any] = gguf.quants.quantize(data, kind)
+    except NotImplementedError:
+        return random_blocks(data.shape, kind)
+    return found
+
+
+def random_blocks(shape: Sequence[int], kind: Type) -> np.ndarray[Any, Any]:
+    """uint8 `[..., bytes of a row]` of random finite numbers."""
+    block, octets = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, octets), dtype=np.uint8)
+    for place in range(1, octets, 2):  # no scale in float16 is infinite or NaN, wherever it is in the block
+        data[..., place] &= 0xBF
+    return data.reshape(*shape[:-1], -1)
 
 
 def vocabulary(count: int, special: Sequence[str] = ("<|endoftext|>",), pre: str = "qwen2") -> dict[str, Any]:

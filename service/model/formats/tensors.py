@@ -7,7 +7,7 @@ nvfp4-pack-quantized and pack-quantized, GPTQ and AWQ, and this server's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -90,6 +90,15 @@ class StoredWeight:
     """Inputs per scale; 0 if inputs do not share scales."""
     block_rows: int = 1
     """Outputs per scale, for fp8-block."""
+    form: str = ""
+    """One of `kernels.weight_forms.STORED`, for own."""
+    widened: int = 0
+    """Bytes that scales in float16 take in memory, where they are float32, beyond those in the files, for own."""
+
+    @property
+    def format(self) -> str:
+        """How the weight is stored: its scheme, or its form in this server's own format."""
+        return self.form or self.scheme
 
     @property
     def module(self) -> str:
@@ -121,13 +130,13 @@ def find_weights(
     block: tuple[int, int] = (128, 128),
     group_of: Callable[[str], int | None] = lambda module: None,
     packed_of: Callable[[str], Scheme] = lambda module: "int4",
-    own_kind: str | None = None,
+    own_forms: Collection[str] = (),
 ) -> tuple[dict[str, StoredWeight], list[str]]:
     """Weights by name, and the names of tensors that are not used (scales of activations and caches).
 
     `block`: the configuration's outputs and inputs of a block, for fp8-block. `group_of`: the configuration's inputs
     per scale of a module in int4 or int8, or None. `packed_of`: which of the schemes `PACKED` a module has if it is
-    packed in words, which the tensors do not show. `own_kind`: the form of weights (`ModelConfig.stored_form`) of a
+    packed in words, which the tensors do not show. `own_forms`: the forms of weights (`ModelConfig.stored_forms`) of a
     checkpoint that this server wrote. One `FormatError` lists the modules whose tensors do not fit together.
     """
     grouped: dict[str, dict[str, str]] = {}
@@ -142,7 +151,7 @@ def find_weights(
     for name in sorted(grouped):
         parts = grouped[name]
         try:
-            found[name] = _weight(name, parts, table, block, group_of, packed_of, own_kind)
+            found[name] = _weight(name, parts, table, block, group_of, packed_of, own_forms)
         except FormatError as error:
             problems.append(str(error))
         unused += [parts[role] for role in OF_ROWS if role in parts]
@@ -173,7 +182,7 @@ def _weight(
     block: tuple[int, int],
     group_of: Callable[[str], int | None],
     packed_of: Callable[[str], Scheme],
-    own_kind: str | None,
+    own_forms: Collection[str],
 ) -> StoredWeight:
     module = name.removesuffix(".weight")
     entries = {role: table[stored] for role, stored in parts.items()}
@@ -192,13 +201,11 @@ def _weight(
     if stored.endswith(".qweight"):
         return _grouped_by_columns(module, entries, group_of(module), made)
     if stored.endswith(".values"):
-        if own_kind is None:
+        if not own_forms:
             raise FormatError(f"{module}: {stored} is in this server's own format, but config.json does not say so")
-        *rows, inner = values.shape
         if scale is None:
             raise FormatError(f"{module}: {stored} without its scale")
-        kind, group = kind_and_group(own_kind)
-        return made("own", (*rows, inner * (2 if kind in ("int4", "nvfp4") else 1)), group=group or 0)
+        return _own(module, entries, own_forms, made)
     if stored.endswith(".weight_packed") and values.dtype == "I32":
         return _packed_in_words(module, entries, packed_of(module), group_of(module), made)
     if values.dtype not in NEEDS_SCALES:
@@ -237,6 +244,28 @@ def _single(module: str, role: str, entry: Entry | None, leading: tuple[int, ...
     wanted = (leading, (*leading, 1), (*leading, 1, 1))
     if entry.shape not in wanted:
         raise FormatError(f"{module}: its {role} has shape {list(entry.shape)}, not {list(leading)}")
+
+
+def _own(
+    module: str, entries: Mapping[str, Entry], forms: Collection[str], made: Callable[..., StoredWeight]
+) -> StoredWeight:
+    """This server's own format: the form is the one that the values' dtype and the number of scales fit."""
+    values, scale = entries["values"], entries["scale"]
+    *rows, inner = values.shape
+    fours = "nvfp4" if "outer" in entries else "int4"
+    stored = {"I8": "int8", "U8": fours, "F8_E4M3": "fp8"}.get(values.dtype)
+    inputs = 2 * inner if stored == fours else inner
+    _only(module, entries, "values", "scale", *(("outer",) if stored == "nvfp4" else ()))
+    for form in forms:
+        kind, group = kind_and_group(form)
+        groups = -(-inputs // (16 if kind == "nvfp4" else group or max(inputs, 1)))
+        if kind == stored and scale.shape in ((*rows, groups), (*rows,) if groups == 1 else None):
+            halves = scale.nbytes if scale.dtype == "F16" else 0
+            return replace(made("own", (*rows, inputs), group=group or 0), form=form, widened=halves)
+    raise FormatError(
+        f"{module}: values of {values.dtype} {list(values.shape)} with scales of shape {list(scale.shape)} have none "
+        f"of the forms that config.json names: {', '.join(forms)}"
+    )
 
 
 def _eight_bit_floats(

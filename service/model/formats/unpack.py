@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.linear import Quantised
 from kernels.linear.quantised import pack_nibbles, unpack_nibbles
+from kernels.weight_forms import kind_and_group
 from service.model.formats.tensors import OF_ROWS, PACKED, FormatError, StoredWeight
 
 Read = Callable[[str], Tensor]
@@ -63,15 +64,14 @@ def _finite(weight: StoredWeight, scale: Tensor) -> Tensor:
 
 
 def _own(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
-    if "outer" in parts:
-        return Quantised("nvfp4", parts["values"], parts["scale"], weight.shape[-1], outer=parts["outer"])
-    kinds = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
-    if (dtype := parts["values"].dtype) not in kinds:
-        raise FormatError(f"{weight.module}: values of {dtype}")
-    inner, scale = weight.shape[-1], parts["scale"]
-    if kinds[dtype] == "int8" and scale.dim() < parts["values"].dim():
+    kind, inner, scale = kind_and_group(weight.form)[0], weight.shape[-1], parts["scale"]
+    if kind == "nvfp4":
+        return Quantised(kind, parts["values"], scale, inner, outer=parts["outer"])
+    if scale.dim() < parts["values"].dim():
         scale = scale[..., None]  # a scale for each row
-    return Quantised(kinds[dtype], parts["values"], scale, inner, group=weight.group or inner)
+    if scale.dtype == torch.float16:
+        scale = scale.float()
+    return Quantised(kind, parts["values"], _finite(weight, scale), inner, group=weight.group or inner)
 
 
 def _fp8(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:

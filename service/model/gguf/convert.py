@@ -16,14 +16,16 @@ from torch import Tensor
 from families import CheckpointError, Target
 from families.gguf_layouts import layout_of
 from families.gguf_model import GgufModel, Layout, Made
+from families.gguf_weights import Weight
 from kernels.linear import Quantised
+from kernels.weight_forms import STORED, kind_and_group
 from service.model.assets import ModelAssets
 from service.model.checkpoint import Checkpoint
 from service.model.formats.tensors import Entry, StoredWeight, listed
 from service.model.gguf.file import GgufFile, open_gguf
-from service.model.gguf.tensors import EXACT, PACKED, PACKED_FORM, narrowed, packed, plain, rounded, undone
+from service.model.gguf.tensors import EXACT, PACKED, narrowed, packed, plain, rounded, undone
 from service.model.gguf.vocabulary import tokenizer_files, tokens_of
-from service.model.modelconfig import WEIGHTS_FORMAT, WEIGHTS_KEY, ModelConfig, load_config
+from service.model.modelconfig import SEVERAL_FORMS, WEIGHTS_KEY, ModelConfig, load_config
 from service.model.weight_sources import expected_weights, find_sources, misfits
 from service.model.written_folder import Shards, new_folder, own_format
 
@@ -173,44 +175,64 @@ def _write(
     shards, targets, linear = Shards(folder), config.weight_targets(), config.decoder.linear_weights().keys()
     for weight in made:
         parts = [tensors[name] for name in weight.sources]
-        packable = weight.packable and _takes_packed(targets(weight.name), linear)
-        found, error = _converted(weight, parts, dtype, packable=packable)
-        stored = {weight.name: found} if isinstance(found, Tensor) else own_format(weight.name, found)
+        packable = _takes_packed(targets(weight.name), linear)
+        form, found, error = _converted(weight, parts, dtype, packable=packable)
+        stored = {weight.name: found} if isinstance(found, Tensor) else _stored(weight.name, found)
         shards.add(stored)
         converted.count(
-            "+".join(sorted({part.type.name for part in parts})),
-            str(found.dtype).removeprefix("torch.") if isinstance(found, Tensor) else PACKED_FORM,
+            "+".join(sorted({part.type.name for part in parts})), form,
             sum(part.nbytes for part in parts), sum(tensor.nbytes for tensor in stored.values()), weight.name, error,
         )  # fmt: skip
     shards.close()
     sizes = Counter[str]()
     for (_, form), kind in converted.kinds.items():
         sizes[form] += kind.after
-    if sizes.pop(PACKED_FORM, None) is not None:
-        content[WEIGHTS_KEY] = {"format": WEIGHTS_FORMAT, "kind": PACKED_FORM}
+    if forms := [form for form in STORED if sizes.pop(form, None) is not None]:
+        content[WEIGHTS_KEY] = {"format": SEVERAL_FORMS, "kinds": forms}
     content["dtype"] = max(sizes, key=sizes.__getitem__, default="bfloat16")
     (folder / "config.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _converted(
     weight: Made, parts: list[Any], dtype: torch.dtype, *, packable: bool
-) -> tuple[Tensor | Quantised, float]:
-    """A weight made of its tensors, and its error by rounding to `dtype`. `packable`: whether it may keep their
-    quantised form. Raises CheckpointError."""
+) -> tuple[str, Tensor | Quantised, float]:
+    """A weight made of its tensors: its form or dtype, the weight, and its error by rounding to `dtype`. `packable`:
+    whether it may keep their quantised form. Raises CheckpointError."""
     types = {part.type for part in parts}
-    if packable and types == {PACKED}:
-        return _made(weight, [packed(part) for part in parts]), 0.0
+    forms = {PACKED[kind][0] if kind in PACKED else "" for kind in types}
+    if packable and len(forms) == 1 and _keeps_groups(weight, form := forms.pop()):
+        return form, _made(weight, [packed(part) for part in parts]), 0.0
     if types <= set(EXACT):
         numbers = [plain(part) for part in parts]
         if weight.inverse is not None:
             numbers = [undone(number, weight.inverse) for number in numbers]
         exact = _made(weight, numbers)
         assert isinstance(exact, Tensor)
-        return narrowed(exact), 0.0
+        return _with_dtype(narrowed(exact), 0.0)
     if weight.inverse is not None:
         raise CheckpointError(f"{parts[0].name} is quantised ({parts[0].type.name}), which no server computes with")
     pairs = [_numbers(part, dtype) for part in parts]
-    return _made(weight, [numbers for numbers, _ in pairs]), max(error for _, error in pairs)
+    return _with_dtype(_made(weight, [numbers for numbers, _ in pairs]), max(error for _, error in pairs))
+
+
+def _with_dtype(weight: Weight, error: float) -> tuple[str, Weight, float]:
+    assert isinstance(weight, Tensor)
+    return str(weight.dtype).removeprefix("torch."), weight, error
+
+
+def _keeps_groups(weight: Made, form: str) -> bool:
+    """Whether groups of inputs in this form, if it is one, are still together in the weight that is made."""
+    group = kind_and_group(form)[1]
+    return group is not None and weight.moved % group == 0
+
+
+def _stored(name: str, weight: Quantised) -> dict[str, Tensor]:
+    """`own_format`, with scales in float16 if that changes none."""
+    parts = own_format(name, weight)
+    short = weight.scale.half()
+    if weight.scale.dtype == torch.float32 and torch.equal(short.float(), weight.scale):
+        parts[f"{name}.scale"] = short
+    return parts
 
 
 def _numbers(part: Any, dtype: torch.dtype) -> tuple[Tensor, float]:

@@ -1,12 +1,15 @@
 """Numbers of a GGUF file's tensors, as torch tensors.
 
-F32, F16 and BF16 keep their numbers. Q4_0 has a scale and 16 levels for each 32 inputs, which is this server's own
-`int4-32`. Other types are dequantised by the `gguf` package in float32, and rounded to the dtype that is asked for.
+F32, F16 and BF16 keep their numbers. `PACKED` has the types that are integers times a scale for each 16 or 32 inputs,
+as this server's own forms are. Other types are dequantised by the `gguf` package in float32, and rounded to the dtype
+that is asked for.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +21,45 @@ from torch import Tensor
 from families import CheckpointError
 from families.gguf_weights import Inverse
 from kernels.linear import Quantised
-from kernels.linear.quantised import pack_nibbles, unpack_nibbles
+from kernels.linear.quantised import pack_nibbles
+from kernels.weight_forms import kind_and_group
 from service.model.gguf.file import StoredTensor
 
 EXACT = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 """Types whose numbers torch has."""
-PACKED, PACKED_FORM = Type.Q4_0, "int4-32"
-"""The type that this server can store as it is, and its form."""
 AT_ONCE = 1 << 24
 """Numbers that are dequantised at a time."""
+
+
+Blocks = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Reads blocks `[..., bytes of a block]`: (integers `[..., numbers of a block]`, scales `[..., scales of a block]`)."""
+
+
+def _halves(octets: Tensor) -> Tensor:
+    """Numbers in float16, as float32: two bytes each."""
+    return octets.contiguous().view(torch.float16).float()
+
+
+def _bits(octets: Tensor, width: int, shifts: Sequence[int], mask: int) -> Tensor:
+    """Numbers of a few bits each, of runs of `width` bytes: those at the first shift of a run's bytes, then those at
+    the next. `[..., bytes]` -> uint8 `[..., bytes * shifts]`."""
+    places = torch.tensor(shifts, dtype=torch.uint8)[:, None]
+    return (octets.unflatten(-1, (-1, 1, width)) >> places & mask).flatten(-3)
+
+
+def _q4_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return _bits(blocks[..., 2:], 16, (0, 4), 15).to(torch.int8) - 8, _halves(blocks[..., :2])
+
+
+def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return blocks[..., 2:].view(torch.int8), _halves(blocks[..., :2])
+
+
+PACKED: dict[Type, tuple[str, Blocks]] = {
+    Type.Q4_0: ("int4-32", _q4_0),
+    Type.Q8_0: ("int8-32", _q8_0),
+}
+"""Types that this server can store as they are, their form, and how their blocks are read."""
 
 
 def plain(stored: StoredTensor) -> Tensor:
@@ -37,36 +70,54 @@ def plain(stored: StoredTensor) -> Tensor:
 
 
 def packed(stored: StoredTensor) -> Quantised:
-    """A copy of a Q4_0 tensor, without a change of any number. A block has its scale in float16 and 16 bytes: byte i
-    has input i in its low half and input i + 16 in its high half."""
-    rows, groups = stored.shape[:-1], stored.shape[-1] // 32
-    blocks = torch.from_numpy(np.array(stored.data)).view(*rows, groups, 18)
-    scale = blocks[..., :2].contiguous().view(torch.float16).view(*rows, groups).float()
-    _check_finite(stored, scale)
-    codes = unpack_nibbles(blocks[..., 2:]).unflatten(-1, (16, 2)).transpose(-1, -2).flatten(-3)
-    return Quantised("int4", pack_nibbles(codes), scale.contiguous(), stored.shape[-1], group=32)
+    """A copy of a tensor of one of the `PACKED` types, without a change of any number. Raises CheckpointError for NaN
+    and infinity."""
+    form, read = PACKED[stored.type]
+    kind, group = kind_and_group(form)
+    assert group is not None
+    *rows, inner = stored.shape
+    block, octets = GGML_QUANT_SIZES[stored.type]
+    count, fours = math.prod(rows), kind == "int4"
+    values = torch.empty(count, inner // 2 if fours else inner, dtype=torch.uint8 if fours else torch.int8)
+    scale = torch.empty(count, inner // group)
+    for part, data in _pieces(stored):
+        numbers, scales = read(torch.from_numpy(np.array(data)).view(-1, inner // block, octets))
+        _check_finite(stored, scales * 128)  # no number is larger
+        values[part] = pack_nibbles(numbers.flatten(1) + 8) if fours else numbers.flatten(1)
+        scale[part] = scales.flatten(1)
+    return Quantised(kind, values, scale, inner, group).in_shape(rows)
 
 
 def rounded(stored: StoredTensor, dtype: torch.dtype) -> tuple[Tensor, float]:
     """(the numbers of a tensor in `dtype`, the root mean square of what rounding changes, relative to that of the
     numbers). Raises CheckpointError for types that the package cannot read, and for NaN and infinity."""
-    *rows, inner = stored.shape
-    count = math.prod(rows)
-    octets = stored.data.reshape(count, -1)
-    found = torch.empty(count, inner, dtype=dtype)
+    found = torch.empty(math.prod(stored.shape[:-1]), stored.shape[-1], dtype=dtype)
     error = total = 0.0
-    step = max(1, AT_ONCE // inner)
-    for first in range(0, count, step):
-        try:
-            exact = torch.from_numpy(dequantize(np.asarray(octets[first : first + step]), stored.type))
-        except NotImplementedError:
-            raise CheckpointError(f"{stored.name} has type {stored.type.name}, which cannot be dequantised") from None
-        _check_finite(stored, exact)
-        part = found[first : first + step]
+    for rows, exact in _dequantised(stored):
+        part = found[rows]
         part.copy_(exact)
         error += float((part.float() - exact).double().square().sum())
         total += float(exact.double().square().sum())
     return found.view(stored.shape), math.sqrt(error / total) if total else 0.0
+
+
+def _pieces(stored: StoredTensor) -> Iterator[tuple[slice, np.ndarray[Any, Any]]]:
+    """(rows, the bytes of their blocks) of a quantised tensor, about `AT_ONCE` numbers at a time."""
+    count = math.prod(stored.shape[:-1])
+    octets, step = stored.data.reshape(count, -1), max(1, AT_ONCE // stored.shape[-1])
+    for first in range(0, count, step):
+        yield slice(first, first + step), octets[first : first + step]
+
+
+def _dequantised(stored: StoredTensor) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their numbers in float32). Raises CheckpointError."""
+    for rows, data in _pieces(stored):
+        try:
+            exact = torch.from_numpy(dequantize(np.asarray(data), stored.type))
+        except NotImplementedError:
+            raise CheckpointError(f"{stored.name} has type {stored.type.name}, which cannot be dequantised") from None
+        _check_finite(stored, exact)
+        yield rows, exact
 
 
 def bytes_of(shape: tuple[int, ...], kind: Type) -> int:

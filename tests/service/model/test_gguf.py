@@ -14,7 +14,6 @@ from typing import Any
 
 import gguf
 import gguf_files
-import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
@@ -26,7 +25,13 @@ from qwen_prompt import TEMPLATE, write_prompting
 from safetensors.torch import load_file
 from text_families import make_text_checkpoint
 from tiny_checkpoint import VOCAB, TinyCheckpoint, make_checkpoint, randomise
-from transformers import FalconH1ForCausalLM, Lfm2Config, Lfm2ForCausalLM
+from transformers import (
+    FalconH1ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from decoder.config import DecoderOptions
 from decoder.runner import DecoderRunner
@@ -36,6 +41,7 @@ from service.commands.cli import main
 from service.common.config import ConfigError
 from service.model.assets import ModelAssets
 from service.model.checkpoint import Checkpoint, open_checkpoint
+from service.model.formats.unpack import load
 from service.model.gguf.convert import REPORT, convert
 from service.model.gguf.file import StoredTensor, open_gguf
 from service.model.gguf.tensors import rounded
@@ -81,8 +87,10 @@ def hf_weights(model: Any) -> Weights:
     }  # fmt: skip
 
 
-def text_gguf(path: Path, model: Any, kind: Type = Type.BF16, **more: Any) -> Path:
-    """`more`: further metadata."""
+def text_gguf(
+    path: Path, model: Any, kind: Type = Type.BF16, types: dict[str, Type] | None = None, **more: Any
+) -> Path:
+    """`kind`, `types`: as in `gguf_files.write`. `more`: further metadata."""
     w, config = hf_weights(model), model.config
     qwen = gguf_files.qwen_metadata, gguf_files.qwen_tensors
     name, metadata, tensors = {
@@ -101,7 +109,7 @@ def text_gguf(path: Path, model: Any, kind: Type = Type.BF16, **more: Any) -> Pa
     pairs = metadata(config) | vocabulary(config.vocab_size) | more
     if "block_ffn_dim_multiplier" in config.to_dict():  # the file has the adjusted width
         pairs["feed_forward_length"] = next(x.shape[0] for n, x in w.items() if n.endswith("w1.weight"))
-    return gguf_files.write(path, name, pairs, tensors(w, config), kind)
+    return gguf_files.write(path, name, pairs, tensors(w, config), kind, types)
 
 
 def made(family: str, path: Path, seed: int) -> Any:
@@ -302,38 +310,42 @@ def expected(model: Any, kind: Type) -> Weights:
     }  # fmt: skip
 
 
-def test_q8_0_is_rounded_and_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_type_with_minima_is_rounded_and_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = wide_lfm(tmp_path / "original")
-    file, back = text_gguf(tmp_path / "model.gguf", checkpoint.model, Type.Q8_0), tmp_path / "back"
+    file, back = text_gguf(tmp_path / "model.gguf", checkpoint.model, Type.Q5_1), tmp_path / "back"
     assert main(["convert", str(file), str(back)]) == 0
     said = capsys.readouterr().out
     assert re.search(
-        r"14 weights of Q8_0, .* -> bfloat16, .*; rounded: relative error of a weight at most 1\.\de-03", said
+        r"14 weights of Q5_1, .* -> bfloat16, .*; rounded: relative error of a weight at most 1\.\de-03", said
     )
     stored = load_file(back / "model-00001.safetensors")
-    for name, exact in expected(checkpoint.model, Type.Q8_0).items():
+    for name, exact in expected(checkpoint.model, Type.Q5_1).items():
         assert torch.equal(stored[name], exact.bfloat16()), name
     errors = json.loads((back / REPORT).read_text())["relative_error"]
     name = "model.layers.0.conv.in_proj.weight"
-    exact = expected(checkpoint.model, Type.Q8_0)[name]
+    exact = expected(checkpoint.model, Type.Q5_1)[name]
     assert errors[name] == pytest.approx(float((stored[name].float() - exact).norm() / exact.norm()), rel=1e-4)
     assert main(["convert", str(file), str(tmp_path / "exact"), "--dtype", "float32"]) == 0
-    assert "Q8_0" in (said := capsys.readouterr().out) and "; rounded" not in said
+    assert "Q5_1" in (said := capsys.readouterr().out) and "; rounded" not in said
     stored = load_file(tmp_path / "exact" / "model-00001.safetensors")
-    assert all(torch.equal(stored[name], w) for name, w in expected(checkpoint.model, Type.Q8_0).items())
+    assert all(torch.equal(stored[name], w) for name, w in expected(checkpoint.model, Type.Q5_1).items())
     assert Checkpoint(tmp_path / "exact").config.dtype == "float32"
 
 
-def test_q4_0_stays_packed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "form"), [(Type.Q4_0, "int4-32"), (Type.Q8_0, "int8-32")])
+def test_integers_times_a_scale_stay_packed(kind: Type, form: str, tmp_path: Path) -> None:
     """In linear layers; the table of embeddings, which is not one here, is dequantised."""
     checkpoint = wide_lfm(tmp_path / "original")
-    converted = convert(text_gguf(tmp_path / "m.gguf", checkpoint.model, Type.Q4_0), None, tmp_path / "back")
-    assert converted.kinds["Q4_0", "int4-32"].tensors == 13 and converted.kinds["Q4_0", "bfloat16"].tensors == 1
+    converted = convert(text_gguf(tmp_path / "m.gguf", checkpoint.model, kind), None, tmp_path / "back")
+    kinds = converted.kinds
+    assert kinds[kind.name, form].tensors == 13 and kinds[kind.name, "bfloat16"].tensors == 1
+    assert kinds[kind.name, form].after == kinds[kind.name, form].before, "scales are in float16"
     back = Checkpoint(tmp_path / "back")
-    assert back.config.stored_form == "int4-32"
-    found, exact = dict(back.decoder_weights()), expected(checkpoint.model, Type.Q4_0)
-    kinds = {name for name, weight in found.items() if isinstance(weight, Quantised)}
-    assert len(kinds) == 13 and "lm_head.weight" in kinds
+    assert back.config.stored_forms == (form,) == back.formats
+    found, exact = dict(back.decoder_weights()), expected(checkpoint.model, kind)
+    packed = {name: weight for name, weight in found.items() if isinstance(weight, Quantised)}
+    assert len(packed) == 13 and "lm_head.weight" in packed
+    assert all(back.weight_bytes(name, 2) == weight.nbytes for name, weight in packed.items())
     assert torch.equal(natives(tmp_path / "back")["lm_head.weight"], exact["lm_head.weight"])
     whole = natives(tmp_path / "back")["model.layers.1.mixer.down_proj.weight"]
     assert torch.equal(whole, exact["model.layers.0.feed_forward.w2.weight"])
@@ -341,33 +353,81 @@ def test_q4_0_stays_packed(tmp_path: Path) -> None:
     assert runner.model
 
 
-def test_value_heads_of_q4_0_are_reordered_in_their_packed_form(tmp_path: Path) -> None:
+def test_each_weight_of_a_file_of_several_types_keeps_its_own(tmp_path: Path) -> None:
+    """Also weights that the decoder joins: queries in Q8_0 beside keys in Q4_0, gates in F16."""
+    checkpoint = wide_lfm(tmp_path / "original")
+    types = {"blk.1.attn_k": Type.Q4_0, "blk.0.ffn_gate": Type.F16, "blk.1.ffn_up": Type.Q4_0}
+    file = text_gguf(tmp_path / "m.gguf", checkpoint.model, Type.Q8_0, types=types)
+    convert(file, None, tmp_path / "back")
+    back = Checkpoint(tmp_path / "back")
+    assert back.config.stored_forms == ("int8-32", "int4-32") and back.formats == ("int8-32", "int4-32")
+    content = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert content["saccade_weights"] == {"format": 2, "kinds": ["int8-32", "int4-32"]}
+    prefix, attention = "model.layers.", "model.layers.2.mixer."
+    names = {"q_proj": "int8-32", "k_proj": "int4-32", "v_proj": "int8-32"}
+    assert {name: back.kind_of(f"{attention}{name}.weight") for name in names} == {
+        name: form.partition("-")[0] for name, form in names.items()
+    }
+    kinds = [back.kind_of(f"{prefix}{place}.mixer.{name}_proj.weight") for place in (1, 3) for name in ("gate", "up")]
+    assert kinds == ["plain", "int8", "int8", "int4"]
+    w, stored = hf_weights(checkpoint.model), natives(tmp_path / "back")
+    for name, theirs, kind in (("q_proj", "q_proj", Type.Q8_0), ("k_proj", "k_proj", Type.Q4_0)):
+        exact = gguf.quants.dequantize(
+            gguf.quants.quantize(w[f"model.layers.1.self_attn.{theirs}.weight"].numpy(), kind), kind
+        )
+        assert torch.equal(stored[f"{attention}{name}.weight"], torch.from_numpy(exact))
+    rows = torch.randn(3, 64)
+    options = DecoderOptions(max_seqs=2, max_len=64)
+    model = DecoderRunner(back.config.decoder, options, back.decoder_weights()).model
+    mixer: Any = model.trunk.layers[2].mixers[0]
+    wanted = rows @ torch.cat([stored[f"{attention}{name}.weight"] for name in names]).t()
+    assert torch.allclose(mixer.qkv(rows), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "width"), [(Type.Q4_0, 32), (Type.Q8_0, 32), (Type.Q8_0, 16)])
+def test_value_heads_are_reordered_in_their_packed_form(kind: Type, width: int, tmp_path: Path) -> None:
+    """Heads whose inputs are half a group cannot be, so that weight is dequantised."""
     text = {
         "hidden_size": 64, "num_hidden_layers": 1, "layer_types": ["linear_attention"], "linear_num_key_heads": 2,
-        "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "intermediate_size": 64,
+        "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": width, "intermediate_size": 64,
         "attention_bias": False,
     }  # fmt: skip
     checkpoint = make_qwen(tmp_path / "original", 1, moe=False, naming="model.", text=text)
-    file = text_gguf(tmp_path / "m.gguf", checkpoint.model, Type.Q4_0)
+    file = text_gguf(tmp_path / "m.gguf", checkpoint.model, kind)
     convert(file, None, tmp_path / "back")
-    stored, exact = natives(tmp_path / "back"), expected(checkpoint.model, Type.Q4_0)
-    for ours in ("in_proj_qkv", "in_proj_z", "out_proj"):
-        assert torch.equal(
-            stored[f"model.layers.0.mixer.{ours}.weight"], exact[f"model.layers.0.linear_attn.{ours}.weight"]
-        ), ours
+    stored, exact = natives(tmp_path / "back"), expected(checkpoint.model, kind)
     packed = dict(Checkpoint(tmp_path / "back").decoder_weights())
-    assert isinstance(packed["model.layers.0.mixer.out_proj.weight"], Quantised)
+    for ours in ("in_proj_qkv", "in_proj_z", "out_proj"):
+        name, wanted = f"model.layers.0.mixer.{ours}.weight", exact[f"model.layers.0.linear_attn.{ours}.weight"]
+        whole = ours != "out_proj" or width == 32
+        assert isinstance(packed[name], Quantised) == whole
+        error = (stored[name] - wanted).norm() / wanted.norm()
+        assert error == 0 if whole else 0 < error < 0.01, ours  # the file's groups have inputs of two heads
+
+
+def test_rows_that_belong_to_a_key_head_are_joined_in_their_packed_form(tmp_path: Path) -> None:
+    """Queries, keys and values, and gates, each a tensor of the file, are one published weight of Qwen3-Next."""
+    config = Qwen3NextConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, layer_types=["linear_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=8, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32, norm_topk_prob=True,
+        max_position_embeddings=512, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen3NextForCausalLM(config).float().eval()
+    randomise(model, 1)
+    converted = convert(text_gguf(tmp_path / "m.gguf", model, Type.Q8_0), None, tmp_path / "back")
+    assert {form for kind, form in converted.kinds if kind == "Q8_0"} == {"int8-32", "bfloat16"}
+    stored, name = Checkpoint(tmp_path / "back"), "model.layers.0.linear_attn.in_proj_qkvz.weight"
+    found, exact = load(stored.weights[name], stored.files.read), expected(model, Type.Q8_0)[name]
+    assert isinstance(found, Quantised) and torch.equal(found.dequantise(), exact)
+    assert natives(tmp_path / "back")["model.layers.0.mixer.in_proj_z.weight"].shape == (32, 64)
 
 
 @pytest.mark.parametrize("kind", [Type.Q2_K, Type.Q4_K, Type.Q6_K, Type.Q5_1, Type.IQ4_XS], ids=lambda kind: kind.name)
 def test_other_types_are_what_the_package_makes_of_them(kind: Type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.model.gguf.tensors.AT_ONCE", 3 * 512)  # in more than one step
-    block, octets = gguf.GGML_QUANT_SIZES[kind]
-    rng = np.random.default_rng(0)
-    data = rng.integers(0, 256, (7, 512 // block, octets), dtype=np.uint8)
-    for place in range(0, octets - 1, 2):  # no scale is infinite or NaN, wherever it is in the block
-        data[..., place + 1] &= 0x3F
-    data = data.reshape(7, -1)
+    data = gguf_files.random_blocks((7, 512), kind)
     exact = torch.from_numpy(gguf.quants.dequantize(data, kind))
     found, error = rounded(StoredTensor("x", kind, (7, 512), data), torch.bfloat16)
     assert torch.equal(found, exact.bfloat16())

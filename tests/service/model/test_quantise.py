@@ -46,7 +46,7 @@ def test_saved_equals_quantised_at_load(tmp_path: Path, kind: str, capsys: pytes
     assert main(["quantize", str(original), str(tmp_path / "small"), "--weights", kind]) == 0
     assert "MB of weights instead of" in capsys.readouterr().out
     small = Checkpoint(tmp_path / "small")
-    assert small.config.stored_form == kind
+    assert small.config.stored_forms == (kind,)
     assert any("lm_head" in name for name in small.files.table) == (kind == "int8"), "a tied copy is not written"
     x = torch.randn(3, 4096)
     models = load(tmp_path / "small", None), load(original, kind)
@@ -82,8 +82,8 @@ def test_wrong_formats_are_named(tmp_path: Path) -> None:
         quantise_checkpoint(Checkpoint(original), tmp_path / "small", "int8")
     file = tmp_path / "small" / "config.json"
     config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"saccade_weights": {"format": 2, "kind": "int8"}}))
-    with pytest.raises(CheckpointError, match="format 2, but this server reads 1"):
+    file.write_text(json.dumps(config | {"saccade_weights": {"format": 3, "kind": "int8"}}))
+    with pytest.raises(CheckpointError, match="format 3, but this server reads 1 and 2"):
         Checkpoint(tmp_path / "small")
     file.write_text(json.dumps(config | {"saccade_weights": 1}))
     with pytest.raises(CheckpointError, match="saccade_weights must be an object, not 1"):
@@ -91,6 +91,29 @@ def test_wrong_formats_are_named(tmp_path: Path) -> None:
     file.write_text(json.dumps(config | {"saccade_weights": {"format": 1, "kind": "int2"}}))
     with pytest.raises(CheckpointError, match="kind 'int2' is not one of int8, int8-32, int4"):
         Checkpoint(tmp_path / "small")
+    for kinds, problem in (
+        (None, "kinds must be a list, not None"),
+        (["int8", "int2"], "kind 'int2' is not one of int8"),
+        (["int8-32"], r"1 quantised|values of I8 \[.*\] with scales of shape \[.*\] have none of .* names: int8-32"),
+    ):
+        file.write_text(json.dumps(config | {"saccade_weights": {"format": 2, "kinds": kinds}}))
+        with pytest.raises(CheckpointError, match=problem):
+            Checkpoint(tmp_path / "small")
+
+
+def test_experts_of_one_layer_in_several_forms_are_named(tmp_path: Path) -> None:
+    original = make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "ME"}).path
+    for kind in ("int8", "int4"):
+        quantise_checkpoint(Checkpoint(original), tmp_path / kind, kind)
+    files = [tmp_path / kind / "model-00001.safetensors" for kind in ("int8", "int4")]
+    tensors, others = map(load_file, files)
+    name = next(name for name in tensors if name.endswith("experts.1.up_proj.weight.values")).removesuffix(".values")
+    save_file(tensors | {f"{name}.{part}": others[f"{name}.{part}"] for part in ("values", "scale")}, files[0])
+    file = tmp_path / "int8" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"saccade_weights": {"format": 2, "kinds": ["int8", "int4"]}}))
+    with pytest.raises(CheckpointError, match=r"int8 \(.*\) and int4 \(.*experts\.1\.up_proj.*stored in the same way"):
+        Checkpoint(tmp_path / "int8")
 
 
 @pytest.mark.parametrize("limit", [100, 20_000])
@@ -123,7 +146,7 @@ def test_a_refusal_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "small"]
     assert not list((tmp_path / "small").iterdir())
     quantise_checkpoint(Checkpoint(original), tmp_path / "small", "int8")
-    assert Checkpoint(tmp_path / "small").config.stored_form == "int8"
+    assert Checkpoint(tmp_path / "small").config.stored_forms == ("int8",)
 
 
 @pytest.mark.parametrize("kind", compressed.PUBLISHED)
