@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from gguf.constants import GGML_QUANT_SIZES
-from gguf.quants import dequantize
+from gguf.quants import IQ4_NL, MXFP4, dequantize
 from torch import Tensor
 
 from families import CheckpointError
@@ -55,9 +55,53 @@ def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks[..., 2:].view(torch.int8), _halves(blocks[..., :2])
 
 
+def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    high, low = _bits(blocks[..., 2:6], 1, range(8), 1), _bits(blocks[..., 6:], 16, (0, 4), 15)
+    return (low | high << 4).to(torch.int8) - 16, _halves(blocks[..., :2])
+
+
+def _q3_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = _bits(blocks[..., 32:96], 32, (0, 2, 4, 6), 3), _bits(blocks[..., :32], 32, range(8), 1)
+    scales = _bits(blocks[..., 96:104], 8, (0, 4), 15) | _bits(blocks[..., 104:108], 4, (0, 2, 4, 6), 3) << 4
+    return (low | high << 2).to(torch.int8) - 4, _halves(blocks[..., 108:]) * (scales.to(torch.int8) - 32)
+
+
+def _q6_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = _bits(blocks[..., :128], 64, (0, 4), 15), _bits(blocks[..., 128:192], 32, (0, 2, 4, 6), 3)
+    scales = blocks[..., 192:208].view(torch.int8)
+    return (low | high << 4).to(torch.int8) - 32, _halves(blocks[..., 208:]) * scales
+
+
+_LEVELS = torch.tensor(IQ4_NL.kvalues, dtype=torch.int8)
+_DOUBLED_E2M1 = torch.tensor(MXFP4.kvalues, dtype=torch.int8)
+
+
+def _iq4_nl(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return _LEVELS[_bits(blocks[..., 2:], 16, (0, 4), 15).int()], _halves(blocks[..., :2])
+
+
+def _iq4_xs(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    scales = _bits(blocks[..., 4:8], 1, (0, 4), 15) | _bits(blocks[..., 2:4], 1, (0, 2, 4, 6), 3) << 4
+    numbers = _LEVELS[_bits(blocks[..., 8:], 16, (0, 4), 15).int()]
+    return numbers, _halves(blocks[..., :2]) * (scales.to(torch.int8) - 32)
+
+
+def _mxfp4(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """A scale is 2^(byte - 127); its half, because numbers are doubled, is not a normal number for bytes 0 and 1."""
+    exponent = blocks[..., :1].int()
+    scales = torch.where(exponent < 2, 1 << exponent + 21, exponent - 1 << 23).view(torch.float32)
+    return _DOUBLED_E2M1[_bits(blocks[..., 1:], 16, (0, 4), 15).int()], scales
+
+
 PACKED: dict[Type, tuple[str, Blocks]] = {
     Type.Q4_0: ("int4-32", _q4_0),
+    Type.Q3_K: ("int4-16", _q3_k),
     Type.Q8_0: ("int8-32", _q8_0),
+    Type.Q5_0: ("int8-32", _q5_0),
+    Type.Q6_K: ("int8-16", _q6_k),
+    Type.IQ4_NL: ("int8-32", _iq4_nl),
+    Type.IQ4_XS: ("int8-32", _iq4_xs),
+    Type.MXFP4: ("int8-32", _mxfp4),
 }
 """Types that this server can store as they are, their form, and how their blocks are read."""
 

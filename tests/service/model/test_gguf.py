@@ -14,6 +14,7 @@ from typing import Any
 
 import gguf
 import gguf_files
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
@@ -36,7 +37,8 @@ from transformers import (
 from decoder.config import DecoderOptions
 from decoder.runner import DecoderRunner
 from families import CheckpointError
-from kernels.linear import Quantised
+from kernels.linear import GatedLinear, Linear, LinearParts, Quantised
+from kernels.weight_forms import STORED
 from service.commands.cli import main
 from service.common.config import ConfigError
 from service.model.assets import ModelAssets
@@ -44,7 +46,7 @@ from service.model.checkpoint import Checkpoint, open_checkpoint
 from service.model.formats.unpack import load
 from service.model.gguf.convert import REPORT, convert
 from service.model.gguf.file import StoredTensor, open_gguf
-from service.model.gguf.tensors import rounded
+from service.model.gguf.tensors import PACKED, packed, rounded
 
 Weights = dict[str, torch.Tensor]
 
@@ -289,12 +291,13 @@ def test_a_tower_of_tiles_comes_back(tmp_path: Path) -> None:
 # -- quantised files --------------------------------------------------------------------------------------------------
 
 
-def wide_lfm(path: Path) -> TinyCheckpoint:
-    """A model whose matrices have whole blocks of 32 inputs."""
+def wide_lfm(path: Path, *, superblocks: bool = False) -> TinyCheckpoint:
+    """A model whose matrices have whole blocks of 32 inputs, or, with tied embeddings, of 256."""
+    hidden, inner = (256, 512) if superblocks else (64, 96)
     config = Lfm2Config(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False,
-        max_position_embeddings=512, tie_word_embeddings=False,
+        max_position_embeddings=512, tie_word_embeddings=superblocks,
     )  # fmt: skip
     model = Lfm2ForCausalLM(config).float().eval()
     randomise(model, 1)
@@ -384,6 +387,48 @@ def test_each_weight_of_a_file_of_several_types_keeps_its_own(tmp_path: Path) ->
     assert torch.allclose(mixer.qkv(rows), wanted, atol=1e-4)
 
 
+def products(model: Any) -> list[Any]:
+    """All products with weights of layers, and that with the vocabulary."""
+    mixers = [mixer for layer in model.trunk.layers for mixer in layer.mixers]
+    kinds = (Linear, LinearParts, GatedLinear)
+    return [model.trunk.head, *(each for mixer in mixers for each in vars(mixer).values() if isinstance(each, kinds))]
+
+
+def test_groups_of_16_and_32_are_served_side_by_side(tmp_path: Path) -> None:
+    """Types of files that llama.cpp names after the most frequent one: Q3_K_M, Q5_0, Q6_K, IQ4_XS, MXFP4."""
+    checkpoint = wide_lfm(tmp_path / "original", superblocks=True)
+    types = {
+        "token_embd": Type.Q6_K, "blk.0.ffn_down": Type.Q6_K, "blk.0.ffn_up": Type.IQ4_XS, "blk.0.shortconv": Type.Q5_0,
+        "blk.1.attn_v": Type.Q6_K, "blk.1.attn_q": Type.IQ4_NL, "blk.1.ffn_gate": Type.MXFP4,
+    }  # fmt: skip
+    file = text_gguf(tmp_path / "m.gguf", checkpoint.model, Type.Q3_K, types=types)
+    converted = convert(file, None, tmp_path / "back")
+    assert not converted.errors and {form for _, form in converted.kinds} == {
+        "int4-16", "int8-16", "int8-32", "bfloat16"
+    }  # fmt: skip
+    back, tensors = Checkpoint(tmp_path / "back"), open_gguf(file).tensors
+    stored = natives(tmp_path / "back")
+    for name, theirs in {
+        "embeddings": "token_embd", "layers.0.mixer.in_proj": "blk.0.shortconv.in_proj",
+        "layers.1.mixer.down_proj": "blk.0.ffn_down", "layers.2.mixer.k_proj": "blk.1.attn_k",
+        "layers.2.mixer.v_proj": "blk.1.attn_v", "layers.3.mixer.gate_proj": "blk.1.ffn_gate",
+    }.items():  # fmt: skip
+        of = tensors[f"{theirs}.weight"]
+        exact = torch.from_numpy(gguf.quants.dequantize(of.data, of.type))
+        assert torch.equal(stored[f"model.{name}.weight"], exact), name
+    options, rows = DecoderOptions(max_seqs=2, max_len=64), torch.randn(3, 512)
+    packed, plain = (
+        DecoderRunner(back.config.decoder, options, weights).model
+        for weights in (back.decoder_weights(), stored.items())
+    )
+    pairs = list(zip(products(packed), products(plain), strict=True))
+    assert len(pairs) == 9
+    for one, other in pairs:
+        width = next(size for size in (256, 512) if size == getattr(other, "in_features", 256))
+        found, wanted = (each(rows[:, :width].contiguous()) for each in (one, other))
+        assert torch.allclose(found, wanted, atol=1e-5 * float(wanted.abs().max()))
+
+
 @pytest.mark.parametrize(("kind", "width"), [(Type.Q4_0, 32), (Type.Q8_0, 32), (Type.Q8_0, 16)])
 def test_value_heads_are_reordered_in_their_packed_form(kind: Type, width: int, tmp_path: Path) -> None:
     """Heads whose inputs are half a group cannot be, so that weight is dequantised."""
@@ -422,6 +467,31 @@ def test_rows_that_belong_to_a_key_head_are_joined_in_their_packed_form(tmp_path
     found, exact = load(stored.weights[name], stored.files.read), expected(model, Type.Q8_0)[name]
     assert isinstance(found, Quantised) and torch.equal(found.dequantise(), exact)
     assert natives(tmp_path / "back")["model.layers.0.mixer.in_proj_z.weight"].shape == (32, 64)
+
+
+@pytest.mark.parametrize("kind", PACKED, ids=lambda kind: kind.name)
+def test_packed_numbers_are_those_of_the_package(kind: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of random bytes, which have all integers and scales of the type, and in more than one step."""
+    monkeypatch.setattr("service.model.gguf.tensors.AT_ONCE", 100 * 512)
+    data = gguf_files.random_blocks((2, 400, 512), kind)
+    exact = torch.from_numpy(gguf.quants.dequantize(data, kind))
+    found = packed(StoredTensor("x", kind, (2, 400, 512), data))
+    assert torch.equal(found.dequantise(), exact)
+    form, group = PACKED[kind][0], found.group
+    assert form == f"{found.kind}-{group}" and form in STORED and found.scale.unique().numel() > 200
+    lowest, highest = {
+        "Q4_0": (-8, 7), "Q3_K": (-4, 3), "Q8_0": (-128, 127), "Q5_0": (-16, 15), "Q6_K": (-32, 31), "MXFP4": (-12, 12),
+    }.get(kind.name, (-127, 113))  # fmt: skip
+    assert (found.integers().min(), found.integers().max()) == (lowest, highest)
+
+
+def test_scales_that_are_no_numbers_are_named() -> None:
+    half = np.array([np.inf], np.float16).view(np.uint8)
+    for kind, place, scale in ((Type.Q8_0, 0, half), (Type.Q6_K, 208, half), (Type.MXFP4, 0, [255])):
+        data = gguf_files.random_blocks((2, 512), kind)
+        data[1, place : place + len(scale)] = scale
+        with pytest.raises(CheckpointError, match="blk.0.x: [1-9]+ of [0-9]+ numbers are NaN or infinite"):
+            packed(StoredTensor("blk.0.x", kind, (2, 512), data))
 
 
 @pytest.mark.parametrize("kind", [Type.Q2_K, Type.Q4_K, Type.Q6_K, Type.Q5_1, Type.IQ4_XS], ids=lambda kind: kind.name)
