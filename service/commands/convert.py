@@ -1,4 +1,4 @@
-"""`saccade convert MODEL.gguf OUT [--mmproj FILE]`: the model directory of a GGUF file, which can be served."""
+"""`saccade convert MODEL.gguf OUT [--mmproj FILE] [--weights FORM]`: the servable model directory of a GGUF file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kernels.weight_forms import FORMS
 from service.commands.plan import size
 from service.common.config import ConfigError
 from service.model.modelconfig import COMPUTE_DTYPES
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`saccade convert MODEL.gguf OUT [--mmproj FILE] [--dtype bfloat16|float32]`"""
+    """`saccade convert MODEL.gguf OUT [--mmproj FILE] [--weights FORM] [--dtype bfloat16|float32]`"""
     parser = argparse.ArgumentParser("saccade convert", description=__doc__)
     parser.add_argument("model", type=Path, help="a GGUF file; of a model that is split, the first of its files")
     parser.add_argument("out", type=Path, help="directory to write, which must be empty if it exists")
@@ -25,6 +26,11 @@ def main(argv: Sequence[str]) -> int:
         "--dtype", choices=COMPUTE_DTYPES[::-1], default="bfloat16",
         help="dtype of quantised weights that this server has no format for; float32 is exact and takes twice the "
         "memory (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--weights", choices=FORMS,
+        help="quantise weights of the decoder's linear layers again, to this form, if they have a type that this "
+        "server has no format for; the errors are printed and reported (default: they get --dtype)",
     )  # fmt: skip
     arguments = parser.parse_args(list(argv))
     try:
@@ -35,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
         if (error.name or "").partition(".")[0] != "gguf":
             raise
         raise ConfigError("gguf is not installed: pip install 'saccade-server[gguf]'") from None
-    _print(arguments.out, convert(arguments.model, arguments.mmproj, arguments.out, getattr(torch, arguments.dtype)))
+    dtype = getattr(torch, arguments.dtype)
+    _print(arguments.out, convert(arguments.model, arguments.mmproj, arguments.out, dtype, arguments.weights))
     return 0
 
 
@@ -45,7 +52,9 @@ def _print(out: Path, converted: Converted) -> None:
     before, after = (sum(getattr(kind, name) for kind in converted.kinds.values()) for name in ("before", "after"))
     print(f"{out}: {converted.family}, {size(after)} of weights instead of {size(before)}")
     for (stored, form), kind in sorted(converted.kinds.items(), key=lambda item: -item[1].before):
-        said = "unchanged" if not kind.error else f"rounded: relative error of a weight at most {kind.error:.1e}"
+        how = "quantised again" if form in FORMS else "rounded"
+        errors = f"{how}: relative error {kind.rounding.relative:.1e}, of a weight at most {kind.error:.1e}"
+        said = errors if kind.error else "unchanged"
         print(f"  {kind.tensors} weights of {stored}, {size(kind.before)} -> {form}, {size(kind.after)}; {said}")
     for setting in converted.defaults:
         print(f"not in the file, so as the released models have it: {setting}")

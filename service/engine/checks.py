@@ -15,10 +15,12 @@ from encoder.item import IMAGE
 from encoder.plan import describe
 from families import VisionSpec
 from kernels.native import instruction_sets
+from kernels.native.structs import SUMMED
 from service.common.config import ConfigError, EngineOptions
 from service.engine.runner_options import encoder_options, resolve_device, resolve_dtype
 from service.model.checkpoint import Checkpoint
 from service.model.resolve import resolve_max_len, resolve_vision
+from service.model.weight_sources import EMBEDDINGS, HEAD
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ ROWS_OF = {
 
 def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
     """Raises ConfigError if no weight could be multiplied with activations of this kind, if the device cannot do so, or
-    if the checkpoint declares another kind of activations."""
+    if the checkpoint declares another kind of activations. Warns of weights without a compiled product."""
     kind = options.activations
     if kind is None:
         return
@@ -82,10 +84,29 @@ def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
         )
     if device.startswith("cpu") != (wanted == "CPU"):
         raise ConfigError(f"activations: {kind} needs a {wanted}, and the device is {device}")
+    if kind == "int8" and options.weights is None:
+        _warn_of_slow_products(checkpoint, of.stored | of.forms)
     if kind == "int8" and checkpoint.declared is not None:
         for weight in checkpoint.weights.values():
             if weight.scheme in of.stored and (other := checkpoint.declared.say(weight.module).inputs):
                 raise ConfigError(f"activations: int8 contradicts the checkpoint: {weight.module}: {other}")
+
+
+def _warn_of_slow_products(checkpoint: Checkpoint, formats: frozenset[str]) -> None:
+    """Groups of other sizes cannot be summed in bytes: such weights are expanded for each call. The vocabulary
+    projection and experts keep rows of 16 bits."""
+    slow = [
+        weight for name, weight in checkpoint.weights.items()
+        if weight.format in formats and weight.group % SUMMED and weight.group < weight.shape[-1]
+        and len(weight.shape) == 2
+        and any(each.how != "stack" and each.name not in (EMBEDDINGS, HEAD) for each in checkpoint.targets(name))
+    ]  # fmt: skip
+    if slow:
+        log.warning(
+            "activations: int8 has no compiled product with %d of the weights, which makes answers many times slower: "
+            "%s has groups of %d inputs, not of a multiple of %d; leave the option unset for them",
+            len(slow), slow[0].module, slow[0].group, SUMMED,
+        )  # fmt: skip
 
 
 def check_drafting(options: EngineOptions, checkpoint: Checkpoint) -> None:

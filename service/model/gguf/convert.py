@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from service.model.assets import ModelAssets
 from service.model.checkpoint import Checkpoint
 from service.model.formats.tensors import Entry, StoredWeight, listed
 from service.model.gguf.file import GgufFile, open_gguf
-from service.model.gguf.tensors import EXACT, PACKED, narrowed, packed, plain, rounded, undone
+from service.model.gguf.tensors import EXACT, PACKED, Rounding, narrowed, packed, plain, requantised, rounded, undone
 from service.model.gguf.vocabulary import tokenizer_files, tokens_of
 from service.model.modelconfig import SEVERAL_FORMS, WEIGHTS_KEY, ModelConfig, load_config
 from service.model.weight_sources import expected_weights, find_sources, misfits
@@ -43,7 +44,9 @@ class Kind:
     after: int = 0
     """Bytes."""
     error: float = 0.0
-    """The largest error of a weight by rounding, root mean square, relative to its numbers."""
+    """The largest `Rounding.relative` of a weight."""
+    rounding: Rounding = Rounding()
+    """Of all weights."""
 
 
 @dataclass
@@ -54,7 +57,7 @@ class Converted:
     kinds: dict[tuple[str, str], Kind] = field(default_factory=dict)
     """By type in the file and form in the directory."""
     errors: dict[str, float] = field(default_factory=dict)
-    """`Kind.error` of each weight that was rounded."""
+    """`Rounding.relative` of each weight that was rounded."""
     defaults: list[str] = field(default_factory=list)
     """Settings that the file does not have, for which the family's released values are used."""
     unused: list[str] = field(default_factory=list)
@@ -62,18 +65,22 @@ class Converted:
     served: int = 0
     """Bytes of the weights of a server that does not draft."""
 
-    def count(self, stored: str, form: str, before: int, after: int, name: str, error: float) -> None:
+    def count(self, stored: str, form: str, before: int, after: int, name: str, rounding: Rounding) -> None:
         kind = self.kinds.setdefault((stored, form), Kind())
         kind.tensors, kind.before, kind.after = kind.tensors + 1, kind.before + before, kind.after + after
-        kind.error = max(kind.error, error)
-        if error:
-            self.errors[name] = error
+        kind.error, kind.rounding = max(kind.error, rounding.relative), kind.rounding.plus(rounding)
+        if rounding.error:
+            self.errors[name] = rounding.relative
 
 
-def convert(file: Path, tower: Path | None, out: Path, dtype: torch.dtype = torch.bfloat16) -> Converted:
+def convert(
+    file: Path, tower: Path | None, out: Path, dtype: torch.dtype = torch.bfloat16, weights: str | None = None
+) -> Converted:
     """Writes OUT, which must be absent or empty, completely or not at all. `tower`: the file of the vision tower
-    (`mmproj`). `dtype`: of weights that are dequantised. Raises CheckpointError naming the file and the key or tensor
-    at fault, and ConfigError if OUT cannot be written."""
+    (`mmproj`). `dtype`: of weights that are dequantised. `weights`: the form, one of `kernels.weight_forms.FORMS`, in
+    which quantised weights of the decoder's linear layers that cannot be kept are quantised again; None: they are
+    dequantised. Raises CheckpointError naming the file and the key or tensor at fault, and ConfigError if OUT cannot be
+    written."""
     source = open_gguf(file)
     if source.metadata.architecture == TOWER:
         raise CheckpointError(f"{file} is a vision tower (mmproj): name the model's file, and this one with --mmproj")
@@ -89,7 +96,7 @@ def convert(file: Path, tower: Path | None, out: Path, dtype: torch.dtype = torc
         ModelAssets(config, config.vision)
         converted = Converted(config.family.name, defaults=model.defaults)
         made, converted.unused = _checked(source, tensors, model, layout, list(layout.weights(model)), config)
-        _write(folder, files["config.json"], tensors, made, config, converted, dtype)
+        _write(folder, files["config.json"], tensors, made, config, converted, dtype, weights)
         _finish(folder, source, images, converted)
     return converted
 
@@ -169,19 +176,19 @@ def _shape(weight: Made, tensors: Any) -> tuple[int, ...]:
 
 def _write(
     folder: Path, content: dict[str, Any], tensors: Any, made: list[Made], config: ModelConfig, converted: Converted,
-    dtype: torch.dtype,
+    dtype: torch.dtype, weights: str | None,
 ) -> None:  # fmt: skip
-    """Writes the weights, and `content`, that of config.json, with the form that they have."""
+    """Writes the weights, and `content`, that of config.json, with the forms that they have."""
     shards, targets, linear = Shards(folder), config.weight_targets(), config.decoder.linear_weights().keys()
     for weight in made:
         parts = [tensors[name] for name in weight.sources]
         packable = _takes_packed(targets(weight.name), linear)
-        form, found, error = _converted(weight, parts, dtype, packable=packable)
+        form, found, rounding = _converted(weight, parts, dtype, weights, packable=packable)
         stored = {weight.name: found} if isinstance(found, Tensor) else _stored(weight.name, found)
         shards.add(stored)
         converted.count(
             "+".join(sorted({part.type.name for part in parts})), form,
-            sum(part.nbytes for part in parts), sum(tensor.nbytes for tensor in stored.values()), weight.name, error,
+            sum(part.nbytes for part in parts), sum(tensor.nbytes for tensor in stored.values()), weight.name, rounding,
         )  # fmt: skip
     shards.close()
     sizes = Counter[str]()
@@ -194,30 +201,42 @@ def _write(
 
 
 def _converted(
-    weight: Made, parts: list[Any], dtype: torch.dtype, *, packable: bool
-) -> tuple[str, Tensor | Quantised, float]:
-    """A weight made of its tensors: its form or dtype, the weight, and its error by rounding to `dtype`. `packable`:
-    whether it may keep their quantised form. Raises CheckpointError."""
+    weight: Made, parts: list[Any], dtype: torch.dtype, weights: str | None, *, packable: bool
+) -> tuple[str, Weight, Rounding]:
+    """A weight made of its tensors: its form or dtype, the weight, and what rounding to `dtype` or the form `weights`
+    changes. `packable`: whether it may be quantised. Raises CheckpointError."""
     types = {part.type for part in parts}
     forms = {PACKED[kind][0] if kind in PACKED else "" for kind in types}
     if packable and len(forms) == 1 and _keeps_groups(weight, form := forms.pop()):
-        return form, _made(weight, [packed(part) for part in parts]), 0.0
+        return form, _made(weight, [packed(part) for part in parts]), Rounding()
+    if packable and weights is not None and not types & set(EXACT):
+        return weights, *_requantised(weight, parts, weights)
     if types <= set(EXACT):
         numbers = [plain(part) for part in parts]
         if weight.inverse is not None:
             numbers = [undone(number, weight.inverse) for number in numbers]
         exact = _made(weight, numbers)
         assert isinstance(exact, Tensor)
-        return _with_dtype(narrowed(exact), 0.0)
+        return _with_dtype(narrowed(exact), Rounding())
     if weight.inverse is not None:
         raise CheckpointError(f"{parts[0].name} is quantised ({parts[0].type.name}), which no server computes with")
     pairs = [_numbers(part, dtype) for part in parts]
-    return _with_dtype(_made(weight, [numbers for numbers, _ in pairs]), max(error for _, error in pairs))
+    made = _made(weight, [numbers for numbers, _ in pairs])
+    return _with_dtype(made, reduce(Rounding.plus, (rounding for _, rounding in pairs)))
 
 
-def _with_dtype(weight: Weight, error: float) -> tuple[str, Weight, float]:
+def _with_dtype(weight: Weight, rounding: Rounding) -> tuple[str, Weight, Rounding]:
     assert isinstance(weight, Tensor)
-    return str(weight.dtype).removeprefix("torch."), weight, error
+    return str(weight.dtype).removeprefix("torch."), weight, rounding
+
+
+def _requantised(weight: Made, parts: list[Any], form: str) -> tuple[Weight, Rounding]:
+    """The weight in `form`. Inputs are moved before numbers are quantised, since their groups might be divided."""
+    change: Any = weight.make if weight.moved else None
+    pairs = [requantised(part, form, change) for part in parts]
+    rounding = reduce(Rounding.plus, (rounding for _, rounding in pairs))
+    found = [numbers for numbers, _ in pairs]
+    return found[0] if weight.moved else _made(weight, found), rounding
 
 
 def _keeps_groups(weight: Made, form: str) -> bool:
@@ -229,19 +248,18 @@ def _keeps_groups(weight: Made, form: str) -> bool:
 def _stored(name: str, weight: Quantised) -> dict[str, Tensor]:
     """`own_format`, with scales in float16 if that changes none."""
     parts = own_format(name, weight)
-    short = weight.scale.half()
-    if weight.scale.dtype == torch.float32 and torch.equal(short.float(), weight.scale):
-        parts[f"{name}.scale"] = short
+    scale = parts[f"{name}.scale"]
+    if scale.dtype == torch.float32 and torch.equal(scale.half().float(), scale):
+        parts[f"{name}.scale"] = scale.half()
     return parts
 
 
-def _numbers(part: Any, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """The numbers of a tensor in `dtype`, and the error of rounding them."""
+def _numbers(part: Any, dtype: torch.dtype) -> tuple[Tensor, Rounding]:
+    """The numbers of a tensor in `dtype`, and what rounding changes."""
     if part.type not in EXACT:
         return rounded(part, dtype)
     exact = plain(part)
-    found = exact.to(dtype)
-    return found, float((found.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-300))
+    return (found := exact.to(dtype)), Rounding.of(exact, found)
 
 
 def _made(weight: Made, parts: list[Any]) -> Tensor | Quantised:
@@ -273,4 +291,4 @@ def _finish(folder: Path, source: GgufFile, images: GgufFile | None, converted: 
 def _rows(converted: Converted) -> Iterator[dict[str, Any]]:
     for (stored, form), kind in converted.kinds.items():
         yield {"type": stored, "as": form, "tensors": kind.tensors, "bytes": kind.before, "bytes_here": kind.after,
-               "largest_error": kind.error}  # fmt: skip
+               "relative_error": kind.rounding.relative, "largest_error": kind.error}  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from families import CheckpointError
 from families.gguf_weights import Inverse
-from kernels.linear import Quantised
+from kernels.linear import Quantised, quantise
 from kernels.linear.quantised import pack_nibbles
 from kernels.weight_forms import kind_and_group
 from service.model.gguf.file import StoredTensor
@@ -132,17 +132,54 @@ def packed(stored: StoredTensor) -> Quantised:
     return Quantised(kind, values, scale, inner, group).in_shape(rows)
 
 
-def rounded(stored: StoredTensor, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """(the numbers of a tensor in `dtype`, the root mean square of what rounding changes, relative to that of the
-    numbers). Raises CheckpointError for types that the package cannot read, and for NaN and infinity."""
-    found = torch.empty(math.prod(stored.shape[:-1]), stored.shape[-1], dtype=dtype)
-    error = total = 0.0
+class Rounding(NamedTuple):
+    """What rounding changes."""
+
+    error: float = 0.0
+    """Sum of the squares of the changes."""
+    total: float = 0.0
+    """Sum of the squares of the numbers."""
+
+    @classmethod
+    def of(cls, exact: Tensor, found: Tensor) -> Rounding:
+        wanted = exact.double()
+        return cls(float((found.double() - wanted).square_().sum()), float(wanted.square().sum()))
+
+    def plus(self, other: Rounding) -> Rounding:
+        """Both together."""
+        return Rounding(self.error + other.error, self.total + other.total)
+
+    @property
+    def relative(self) -> float:
+        """The root mean square of the changes, relative to that of the numbers."""
+        return math.sqrt(self.error / self.total) if self.total else 0.0
+
+
+def rounded(stored: StoredTensor, dtype: torch.dtype) -> tuple[Tensor, Rounding]:
+    """The numbers of a tensor in `dtype`. Raises CheckpointError for types that the package cannot read, and for NaN
+    and infinity."""
+    found, rounding = torch.empty(math.prod(stored.shape[:-1]), stored.shape[-1], dtype=dtype), Rounding()
     for rows, exact in _dequantised(stored):
-        part = found[rows]
-        part.copy_(exact)
-        error += float((part.float() - exact).double().square().sum())
-        total += float(exact.double().square().sum())
-    return found.view(stored.shape), math.sqrt(error / total) if total else 0.0
+        found[rows] = exact
+        rounding = rounding.plus(Rounding.of(exact, found[rows]))
+    return found.view(stored.shape), rounding
+
+
+def requantised(
+    stored: StoredTensor, form: str, change: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Quantised, Rounding]:
+    """A tensor quantised again, to one of `kernels.weight_forms.FORMS`, after `change`, which affects no rows, if it is
+    given. Raises CheckpointError like `rounded`."""
+    count, whole, rounding = math.prod(stored.shape[:-1]), None, Rounding()
+    for rows, exact in _dequantised(stored):
+        wanted = exact if change is None else change(exact)
+        part = quantise(wanted, form)
+        whole = whole or part.map(lambda tensor: tensor.new_empty(count, *tensor.shape[1:]))
+        for tensor, found in zip(whole.tensors, part.tensors, strict=True):
+            tensor[rows] = found
+        rounding = rounding.plus(Rounding.of(wanted, part.dequantise()))
+    assert whole is not None, "a tensor without rows"
+    return whole.in_shape(stored.shape[:-1]), rounding
 
 
 def _pieces(stored: StoredTensor) -> Iterator[tuple[slice, np.ndarray[Any, Any]]]:

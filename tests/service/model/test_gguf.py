@@ -37,10 +37,11 @@ from transformers import (
 from decoder.config import DecoderOptions
 from decoder.runner import DecoderRunner
 from families import CheckpointError
-from kernels.linear import GatedLinear, Linear, LinearParts, Quantised
-from kernels.weight_forms import STORED
+from kernels.linear import GatedLinear, Linear, LinearParts, Quantised, quantise
+from kernels.weight_forms import FORMS, STORED
 from service.commands.cli import main
-from service.common.config import ConfigError
+from service.commands.plan import plan
+from service.common.config import ConfigError, ServerOptions
 from service.model.assets import ModelAssets
 from service.model.checkpoint import Checkpoint, open_checkpoint
 from service.model.formats.unpack import load
@@ -319,7 +320,8 @@ def test_a_type_with_minima_is_rounded_and_said_so(tmp_path: Path, capsys: pytes
     assert main(["convert", str(file), str(back)]) == 0
     said = capsys.readouterr().out
     assert re.search(
-        r"14 weights of Q5_1, .* -> bfloat16, .*; rounded: relative error of a weight at most 1\.\de-03", said
+        r"14 weights of Q5_1, .* -> bfloat16, .*; rounded: relative error 1\.\de-03, of a weight at most 1\.\de-03",
+        said,
     )
     stored = load_file(back / "model-00001.safetensors")
     for name, exact in expected(checkpoint.model, Type.Q5_1).items():
@@ -387,6 +389,43 @@ def test_each_weight_of_a_file_of_several_types_keeps_its_own(tmp_path: Path) ->
     assert torch.allclose(mixer.qkv(rows), wanted, atol=1e-4)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_that_cannot_be_kept_are_quantised_again_on_request(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the file's numbers, without rounding them first. Others stay as they are."""
+    monkeypatch.setattr("service.model.gguf.tensors.AT_ONCE", 20 * 64)  # in more than one step
+    checkpoint = wide_lfm(tmp_path / "original")
+    types = {"blk.0.ffn_down": Type.F16, "blk.1.attn_q": Type.Q8_0, "output": Type.Q4_0}
+    file, back = text_gguf(tmp_path / "m.gguf", checkpoint.model, Type.Q4_1, types), tmp_path / "back"
+    assert main(["convert", str(file), str(back), "--weights", form]) == 0
+    said = capsys.readouterr().out
+    counted = rf"10 weights of Q4_1, .* -> {form}, .*; quantised again: relative error (\S+), of a weight at most (\S+)"
+    overall, worst = map(float, re.search(counted, said).groups())  # type: ignore[union-attr]
+    assert re.search(r"1 weights of Q4_1, .* -> bfloat16, .*; rounded", said), "the table of embeddings"
+    assert re.search(r"1 weights of Q8_0, .* -> int8-32, .*; unchanged", said)
+    opened = Checkpoint(back)
+    assert opened.config.stored_forms == tuple(each for each in FORMS if each in (form, "int8-32", "int4-32"))
+    report = json.loads((back / REPORT).read_text())
+    errors, total, error = report["relative_error"], 0.0, 0.0
+    for name, exact in expected(checkpoint.model, Type.Q4_1).items():
+        if name not in errors or "embed_tokens" in name:
+            continue
+        found, wanted = load(opened.weights[name], opened.files.read), quantise(exact, form)
+        assert isinstance(found, Quantised) and torch.equal(found.dequantise(), wanted.dequantise())
+        change = found.dequantise() - exact
+        assert errors[name] == pytest.approx(float(change.norm() / exact.norm()), rel=1e-4) and errors[name] > 0
+        error, total = error + float(change.square().sum()), total + float(exact.square().sum())
+    assert len(errors) == 11
+    row = next(row for row in report["tensors"] if row["type"] == "Q4_1" and row["as"] == form)
+    assert row["relative_error"] == pytest.approx((error / total) ** 0.5, rel=1e-4)
+    assert row["largest_error"] == max(errors[name] for name in errors if "embed_tokens" not in name)
+    assert overall == pytest.approx(row["relative_error"], rel=0.05) and worst == pytest.approx(
+        row["largest_error"], rel=0.05
+    )
+    DecoderRunner(opened.config.decoder, DecoderOptions(max_seqs=2, max_len=64), opened.decoder_weights())
+
+
 def products(model: Any) -> list[Any]:
     """All products with weights of layers, and that with the vocabulary."""
     mixers = [mixer for layer in model.trunk.layers for mixer in layer.mixers]
@@ -394,7 +433,7 @@ def products(model: Any) -> list[Any]:
     return [model.trunk.head, *(each for mixer in mixers for each in vars(mixer).values() if isinstance(each, kinds))]
 
 
-def test_groups_of_16_and_32_are_served_side_by_side(tmp_path: Path) -> None:
+def test_groups_of_16_and_32_are_served_side_by_side(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Types of files that llama.cpp names after the most frequent one: Q3_K_M, Q5_0, Q6_K, IQ4_XS, MXFP4."""
     checkpoint = wide_lfm(tmp_path / "original", superblocks=True)
     types = {
@@ -427,6 +466,30 @@ def test_groups_of_16_and_32_are_served_side_by_side(tmp_path: Path) -> None:
         width = next(size for size in (256, 512) if size == getattr(other, "in_features", 256))
         found, wanted = (each(rows[:, :width].contiguous()) for each in (one, other))
         assert torch.allclose(found, wanted, atol=1e-5 * float(wanted.abs().max()))
+    tables = plan(ServerOptions(model=str(tmp_path / "back"), activations="int8", device="cpu"))
+    assert f"format they are stored in: {', '.join(back.formats)}" in str(tables[0]) and len(back.formats) == 3
+    assert "int8 has no compiled product with 7 of the weights" in caplog.text
+    assert "has groups of 16 inputs, not of a multiple of 32" in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "form"), [(Type.Q4_1, "int8"), (Type.Q4_1, "int8-32"), (Type.Q8_0, "nvfp4")])
+def test_value_heads_are_reordered_before_they_are_quantised_again(kind: Type, form: str, tmp_path: Path) -> None:
+    """Heads are half a group wide, and a scale for each output is not reordered at all."""
+    text = {
+        "hidden_size": 64, "num_hidden_layers": 1, "layer_types": ["linear_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "intermediate_size": 64,
+        "attention_bias": False,
+    }  # fmt: skip
+    checkpoint = make_qwen(tmp_path / "original", 1, moe=False, naming="model.", text=text)
+    file = text_gguf(tmp_path / "m.gguf", checkpoint.model, kind)
+    for name, dtype, weights in (("exact", torch.float32, None), ("back", torch.bfloat16, form)):
+        convert(file, None, tmp_path / name, dtype, weights)
+    exact, found = (
+        dict(Checkpoint(tmp_path / name).decoder_weights())["model.layers.0.mixer.out_proj.weight"]
+        for name in ("exact", "back")
+    )
+    assert isinstance(exact, torch.Tensor) and isinstance(found, Quantised)
+    assert torch.equal(found.dequantise(), quantise(exact, form).dequantise())
 
 
 @pytest.mark.parametrize(("kind", "width"), [(Type.Q4_0, 32), (Type.Q8_0, 32), (Type.Q8_0, 16)])
@@ -499,10 +562,11 @@ def test_other_types_are_what_the_package_makes_of_them(kind: Type, monkeypatch:
     monkeypatch.setattr("service.model.gguf.tensors.AT_ONCE", 3 * 512)  # in more than one step
     data = gguf_files.random_blocks((7, 512), kind)
     exact = torch.from_numpy(gguf.quants.dequantize(data, kind))
-    found, error = rounded(StoredTensor("x", kind, (7, 512), data), torch.bfloat16)
+    found, rounding = rounded(StoredTensor("x", kind, (7, 512), data), torch.bfloat16)
     assert torch.equal(found, exact.bfloat16())
-    assert error == pytest.approx(float((found.double() - exact.double()).norm() / exact.double().norm()), rel=1e-9)
-    assert rounded(StoredTensor("x", kind, (7, 512), data), torch.float32)[1] == 0
+    error = float((found.double() - exact.double()).norm() / exact.double().norm())
+    assert rounding.relative == pytest.approx(error, rel=1e-9)
+    assert rounded(StoredTensor("x", kind, (7, 512), data), torch.float32)[1].relative == 0
 
 
 # -- files that are damaged or made to do damage ----------------------------------------------------------------------
