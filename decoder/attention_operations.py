@@ -20,14 +20,19 @@ def attention_operations(of: OperationParts, norm: Tensor | None, mixer: Attenti
 def projected_attention(of: OperationParts, mixer: AttentionMixer, scale: float, column: int = 0) -> list[Op]:
     """Like `attention_operations`, but for rows whose projections are computed, from `column` of a row on."""
     last = of.packed(mixer.o_proj)
+    ops = attended(of, mixer, column)
+    gate = Op(Code.GATE if mixer.spec.gates else Code.CONVERT, last.kind, last.k, attention=ops[-1].attention)
+    return [*ops, gate, of.residual(last, scale)]
+
+
+def attended(of: OperationParts, mixer: AttentionMixer, column: int = 0) -> list[Op]:
+    """Like `projected_attention`, but without the gate and the output projection: the result is in `mid`."""
     spec, kv = mixer.spec, mixer.kv
     address = ctypes.addressof(_shape(of, mixer, column))
     ops = []
     if spec.rope is not None or spec.qk_norm is not None:
         ops.append(Op(Code.HEADS, attention=address))
-    ops.append(Op(Code.ATTENTION, kv=kv.data_ptr(), kv_stride=kv.stride(0), attention=address))
-    ops.append(Op(Code.GATE if spec.gates else Code.CONVERT, last.kind, last.k, attention=address))
-    return [*ops, of.residual(last, scale)]
+    return [*ops, Op(Code.ATTENTION, kv=kv.data_ptr(), kv_stride=kv.stride(0), attention=address)]
 
 
 def _shape(of: OperationParts, mixer: AttentionMixer, column: int) -> AttentionShape:

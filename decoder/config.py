@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from decoder.layers.descriptions import Attention
+from decoder.layers.descriptions import Attention, SharedBlock
 from decoder.layers.spec import Layer, LinearShape, MixerSpec, PageSpec, SlotSpec, positive, require
 from decoder.metadata import STATE_MODES
 from kernels.rope import Rope
@@ -68,7 +68,7 @@ class DecoderConfig:
     @property
     def ropes(self) -> set[Rope]:
         """The distinct rotary parameters of all layers and of the MTP head."""
-        found = [mixer.rope for mixer in (*self.mixers, *self.mtp) if isinstance(mixer, Attention)]
+        found = [mixer.rope for mixer in (*self.mixers, *self.mtp) if isinstance(mixer, Attention | SharedBlock)]
         return {rope for rope in found if rope is not None}
 
     def rotation_bytes(self, max_len: int) -> int:
@@ -77,8 +77,13 @@ class DecoderConfig:
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:
-        """The mixers of all layers, in order."""
-        return tuple(mixer for layer in self.layers for _, mixer in layer.mixers)
+        """The mixers of all layers, branches included, in order."""
+        return tuple(mixer for layer in self.layers for _, mixer in layer.parts)
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether layers read the embedded tokens beside the residual stream."""
+        return any(layer.branch is not None for layer in self.layers)
 
     @cached_property
     def slots(self) -> tuple[SlotSpec, ...]:

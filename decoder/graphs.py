@@ -107,7 +107,7 @@ def check_slots(config: DecoderConfig, options: DecoderOptions, layout: ArenaLay
 
 def _widest(config: DecoderConfig) -> int:
     """Values per token that are in memory at a time in the largest layer."""
-    return 3 * config.hidden_size + max(sum(mixer.activations for _, mixer in layer.mixers) for layer in config.layers)
+    return 3 * config.hidden_size + max(sum(mixer.activations for _, mixer in layer.parts) for layer in config.layers)
 
 
 class DecoderGraphs:

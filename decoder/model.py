@@ -1,6 +1,7 @@
 """A hybrid decoder: embeddings, layers of mixers, final norm, vocabulary projection.
 
 x = scale * embed(ids); for each layer: x += scale * sum(mixer(rms_norm(x))); logits = scale * head(rms_norm(x)).
+Layers with a branch read more (`decoder.layers.spec.Layer`).
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class HybridModel:
         if native is None or not native.takes(batch.ids_T.shape[0], batch):
             x_TD = self.run_layers(self.embed(batch), batch)
             return x_TD if wanted_L is None else x_TD.index_select(0, wanted_L)
-        embedded = _with_images(native.embed(batch.ids_T), batch) if batch.splices else None
+        given = batch.splices or self.config.has_branches
+        embedded = _with_images(native.embed(batch.ids_T), batch) if given else None
         return native.layers(embedded, batch, wanted_L)
 
     def run_layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
@@ -106,9 +108,9 @@ class HybridModel:
             self.native.leave(batch)
         if self.config.residual_in_fp32:
             x_TD = x_TD.float()
-        delta = None
+        delta, embedded_TD = None, x_TD.clone() if self.config.has_branches else None
         for layer in self.trunk.layers:
-            delta = layer(layer.rows(x_TD, delta, self.options.dtype), batch)
+            delta = layer(layer.rows(x_TD, delta, self.options.dtype, batch, embedded_TD), batch)
         if delta is not None:
             x_TD += delta
         return x_TD

@@ -4,8 +4,9 @@ If only some tokens' rows are read, as in prompts, the other tokens are not comp
 projection of the last layer with states or pages on, no token depends on another.
 
 The same maths as `decoder.model` with `decoder.layers`, on the same weights, states and pages. Layers without a
-compiled form are called in between, on the same residual stream. Torch operations are used instead for rows of drafts
-or prompts in a graph, and if there is no compiled code for the machine.
+compiled form, and branches of layers but for their attention, are called in between, on the same residual stream.
+Torch operations are used instead for rows of drafts or prompts in a graph, and if there is no compiled code for the
+machine.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from decoder.attention_operations import attended
 from decoder.batch import Batch
 from decoder.layers.build import BuiltLayer
 from decoder.layers.experts import ExpertsMixer
+from decoder.layers.shared_block import SharedBlockMixer
 from decoder.operation_parts import MAX_ROUTED
 from decoder.operations import Operations
 from decoder.singles import Singles, SinglesRoom
@@ -40,6 +43,8 @@ class _Layer:
     ops: range
     """Empty for a layer without a compiled form."""
     built: BuiltLayer
+    attention: range = range(0)
+    """The operations of the attention in a branch, which precede `ops`, for a layer that has both."""
 
 
 _OVER_TOKENS = (Code.MAMBA, Code.DELTA, Code.SHORT_CONV, Code.ATTENTION)
@@ -50,12 +55,12 @@ Plan = list[tuple[range, _Layer | None]]
 
 
 def _plan(layers: Sequence[_Layer], apart: tuple[type, ...]) -> Plan:
-    """As few ranges of operations as possible. Layers without operations, and those of the kinds `apart`, are run
-    separately between the ranges. The first operation is the embedding."""
+    """As few ranges of operations as possible. Layers without operations or with a branch, and those of the kinds
+    `apart`, are run separately between the ranges. The first operation is the embedding."""
     plan: Plan = []
     begin, end = 0, 1
     for layer in layers:
-        if layer.ops and not isinstance(layer.built.mixers[0], apart):
+        if layer.ops and layer.built.branch is None and not isinstance(layer.built.mixers[0], apart):
             end = layer.ops.stop
             continue
         plan.append((range(begin, end), layer))
@@ -63,12 +68,12 @@ def _plan(layers: Sequence[_Layer], apart: tuple[type, ...]) -> Plan:
     return [*plan, (range(begin, end), None)]
 
 
-def _with_keep(layers: Sequence[list[Op]]) -> list[list[Op]]:
+def _with_keep(layers: Sequence[list[Op]], branches: Sequence[bool]) -> list[list[Op]]:
     """The operations of each layer, with a `KEEP` before the output projection of the last layer with states or pages,
-    from which on no token depends on another. Without a `KEEP` if a layer without operations follows, since such a
-    layer is called with all tokens."""
+    from which on no token depends on another. Without a `KEEP` if this layer has a branch, or if a layer without
+    operations follows, since both are called with all tokens. `branches`: whether each layer has one."""
     last = max((i for i, ops in enumerate(layers) if any(op.code in _OVER_TOKENS for op in ops)), default=None)
-    if last is None or not all(layers[last:]):
+    if last is None or not all(layers[last:]) or any(branches[last:]):
         return [*layers]
     ops = layers[last]
     mixed = max(i for i, op in enumerate(ops) if op.code in _OVER_TOKENS)
@@ -181,10 +186,18 @@ class NativeStep(Operations):
             embed.weight = table.packed
         ops = [embed]
         layers: list[_Layer] = []
-        for built, own in zip(trunk.layers, _with_keep([self.layer(built) for built in trunk.layers]), strict=True):
+        branches = [built.branch is not None for built in trunk.layers]
+        compiled = _with_keep([self.layer(built) for built in trunk.layers], branches)
+        wide = mid = 0
+        for built, own in zip(trunk.layers, compiled, strict=True):
             begin = len(ops)
+            if built.branch is not None and own:
+                attention = built.branch.attention
+                ops += attended(self, attention)
+                wide, mid = max(wide, attention.spec.projected), max(mid, attention.heads * attention.width)
+            before = range(begin, len(ops))
             ops += own
-            layers.append(_Layer(range(begin, len(ops)), built))
+            layers.append(_Layer(range(before.stop, len(ops)), built, before))
         keep = next((index for index, op in enumerate(ops) if op.code == Code.KEEP), None)
         self._called = [mixer for layer in layers if not layer.ops for mixer in layer.built.mixers]
         self._plans = {many: _plan(layers, apart=(ExpertsMixer,) * many) for many in (False, True)}
@@ -196,7 +209,7 @@ class NativeStep(Operations):
         """The plans up to `KEEP`."""
         ops.append(Op(Code.NORM, Kind.F32, self.config.hidden_size, norm=self.pointer(trunk.norm_f)))
         self._final = range(len(ops) - 1, len(ops))
-        self.complete(ops, max(trunk.options.max_seqs, trunk.options.max_batched_tokens))
+        self.complete(ops, max(trunk.options.max_seqs, trunk.options.max_batched_tokens), wide, mid)
         starts, none = torch.arange(self.max_tokens + 1), torch.empty(0, 3, dtype=torch.int64)
         self._single = _Rows(starts, none, torch.ones_like(starts), none, None)
         self._scored = self.x[:0], torch.empty(0)
@@ -204,8 +217,8 @@ class NativeStep(Operations):
         self._left = False
         """Whether torch operations have computed a step, so that states may be in their form."""
         options = trunk.options
-        self.max_singles = MAX_ROUTED if all(layer.ops for layer in layers) else 0
-        """Largest number of rows for `single`; 0 if a layer has no compiled form."""
+        self.max_singles = MAX_ROUTED if all(layer.ops for layer in layers) and not any(branches) else 0
+        """Largest number of rows for `single`; 0 if a layer or its branch has no compiled form."""
         self._room = SinglesRoom(options, self.config, self.x)
         self._largest: tuple[Tensor, list[int] | None] = self._scored[1], None
 
@@ -240,7 +253,8 @@ class NativeStep(Operations):
         overwrites. Updates states, windows and pages in place. If all of these rows draw, their logits are computed in
         the same call, and `logits` returns them.
 
-        `x_TD`: embedded rows; None: rows of the embedding table for the batch's ids. Experts process more than
+        `x_TD`: embedded rows, which layers with branches need; None: rows of the embedding table for the batch's ids.
+        Experts process more than
         `MAX_ROUTED` tokens in blocks.
         """
         given = batch.ids_T.contiguous() if x_TD is None else x_TD
@@ -270,16 +284,31 @@ class NativeStep(Operations):
     def _follow(self, plan: Plan, step: Step, batch: Batch, *, scored: bool) -> None:
         """Runs a plan, and after it, if the step is `scored`, the operations that compute logits."""
         x, dtype = self.x[: step.tokens], self.options.dtype
+        embedded = x.clone() if self.config.has_branches else None
         for ops, layer in plan:
             if layer is None and scored:
                 ops = range(ops.start, self._head.stop)
             if ops:
                 self.run(ops, step)
-            if layer is not None and layer.ops:
+            if layer is not None and layer.ops and layer.built.branch is not None:
+                assert embedded is not None
+                mixed = next(index for index in layer.ops if self._ops[index].code in _OVER_TOKENS)
+                given = x + self._branch(layer, layer.built.branch, embedded, step)
+                self._run_on(given, range(layer.ops.start, mixed), step)
+                self.run(range(mixed, layer.ops.stop), step)
+            elif layer is not None and layer.ops:
                 for block in x.split(MAX_ROUTED):
                     self._run_on(block, layer.ops, Step(tokens=block.shape[0]))
             elif layer is not None:
-                x += layer.built(layer.built.rows(x, None, dtype), batch)
+                x += layer.built(layer.built.rows(x, None, dtype, batch, embedded), batch)
+
+    def _branch(self, layer: _Layer, branch: SharedBlockMixer, embedded_TD: Tensor, step: Step) -> Tensor:
+        """The branch of a layer for the rows of the residual stream, `[T, d]`; its attention is compiled."""
+        attention, tokens = branch.attention, step.tokens
+        self.wide[:tokens, : attention.spec.projected] = attention.inputs(branch.rows(self.x[:tokens], embedded_TD))
+        self.run(layer.attention, step)
+        attended_TQ = self._mid[:tokens, : attention.heads * attention.width].to(self.options.dtype)
+        return branch.output(attention.o_proj(attended_TQ.contiguous()))
 
     def single(self, rows: Singles, table_SW: Tensor | None) -> Tensor:
         """`layers` and `logits` for at most `max_singles` rows of one token, including the embedding, in one call.

@@ -58,22 +58,23 @@ class Operations(OperationParts):
         """For measurements: if set, operations run one at a time, and this is called with each operation, its number of
         tokens and its seconds."""
 
-    def complete(self, ops: list[Op], max_tokens: int) -> None:
+    def complete(self, ops: list[Op], max_tokens: int, wide: int = 0, mid: int = 0) -> None:
         """Sets the operations and allocates their buffers, for steps of at most `max_tokens` tokens, and for experts of
-        at most `MAX_ROUTED` tokens."""
+        at most `MAX_ROUTED` tokens. `wide`, `mid`: columns of these buffers that are needed besides those of products
+        and norms."""
         config, options = self.config, self.options
         self._ops = (Op * len(ops))(*ops)
         self.max_tokens = max_tokens
         body = [op for op in ops if op.target != Target.LOGITS and op.code != Code.EMBED]
         inputs = max(config.hidden_size, *(max(op.weight.k, op.width) for op in body))
-        widest = max(inputs, *(op.column + _outputs(op.weight) for op in body))
+        widest = max(inputs, wide, *(op.column + _outputs(op.weight) for op in body))
         widest = -(-widest // 16) * 16  # rows are aligned to cache lines
         products = [op.weight for op in ops if op.code in (Code.LINEAR, Code.EXPERTS)]
         elements = max([config.hidden_size, *(operand_elements(each.operand, each.kpad) for each in products)])
         padded = (-(-elements // 32) | 1) * 32  # an odd number of cache lines: neighbouring rows are in different sets
         picks = min(max_tokens, MAX_ROUTED) * self._picked_by_token
         self.x, self._scales = _floats(max_tokens, config.hidden_size), torch.empty(max_tokens)
-        middle = max((op.width for op in body if op.code in (Code.CONVERT, Code.GATE, Code.ADD_NORM)), default=0)
+        middle = max(mid, *(op.width for op in body if op.code in (Code.CONVERT, Code.GATE, Code.ADD_NORM)), 0)
         middle = -(-middle // 16) * 16
         self.wide, self._mid = _floats(max_tokens, widest), _floats(max_tokens, middle)
         self.operand = _floats(max_tokens, padded)

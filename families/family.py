@@ -174,6 +174,9 @@ class Target(NamedTuple):
     """Added to every element in float32, for norms that store their weight minus 1. Not for quantised matrices."""
     factor: float = 1.0
     """Every element is multiplied by this in float32, before `offset` is added. Not for quantised matrices."""
+    shared: bool = False
+    """Whether several parameters of the transformers class are one tensor. Files may have it under the names of some or
+    all of them, of which the first is read; adapters, which are trained for each parameter, cannot change it."""
 
     @property
     def taken(self) -> tuple[tuple[int, int], ...]:

@@ -18,6 +18,7 @@ from families import (
     olmo_hybrid,
     qwen3_5,
     qwen3_next,
+    zamba2,
 )
 from families.family import Family
 from families.files import CheckpointError
@@ -30,6 +31,7 @@ FAMILIES: tuple[Family, ...] = (
     bamba.FAMILY,
     falcon_h1.FAMILY,
     olmo_hybrid.FAMILY,
+    zamba2.FAMILY,
     qwen3_5.FAMILY,
     qwen3_5.MOE_FAMILY,
     qwen3_next.FAMILY,

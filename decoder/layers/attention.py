@@ -13,6 +13,7 @@ token, `A` axes of positions, `B` pages, `S` tokens of a page.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -60,11 +61,17 @@ class AttentionMixer:
             q_norm, k_norm = (float_vector(weights, f"{name}_norm.weight", options) for name in "qk")
             self.norms = q_norm, k_norm
         self.o_proj = named_linear(weights, "o_proj", options)
+        self.adapters: Callable[[Tensor], Tensor] | None = None
+        """What is added to the outputs of `qkv`, as a function of the same rows."""
+
+    def inputs(self, x_TD: Tensor) -> Tensor:
+        """The outputs of all input projections of normalised rows, `[T, projected]`."""
+        return self.qkv(x_TD) if self.adapters is None else self.qkv(x_TD) + self.adapters(x_TD)
 
     def project(self, x_TD: Tensor, positions_TA: Tensor | None) -> Projected:
         """Projects normalised rows; queries and keys are normalised and rotated."""
         heads, kv_heads = self.heads, self.kv_heads
-        together = self.qkv(x_TD)
+        together = self.inputs(x_TD)
         gates = self.spec.gates
         projected_TN, gate = together.split([together.shape[1] - gates, gates], dim=1)
         projected = projected_TN.unflatten(1, (-1, self.width))

@@ -1,5 +1,5 @@
-"""Descriptions of MLPs, experts and attention: sizes, weights and memory, without tensors. Mixers whose requests have
-slots are in `decoder.layers.recurrent_descriptions`.
+"""Descriptions of MLPs, experts, attention and blocks of them: sizes, weights and memory, without tensors. Mixers whose
+requests have slots are in `decoder.layers.recurrent_descriptions`.
 
 Processes that only read a configuration, such as a frontend process, import this module and no torch;
 `decoder.layers.build` builds the layers.
@@ -175,6 +175,8 @@ class Attention:
     """Epsilon of the RMS norms over each head of queries and keys before rotation; `None`: no norms."""
     qk_norm_whole: bool = False
     """Whether these norms are over all heads of a token together."""
+    input_size: int | None = None
+    """Width of the rows that are projected; `None`: `hidden_size`, which is that of the output."""
 
     def __post_init__(self) -> None:
         positive(self, "num_attention_heads", "head_dim")
@@ -224,15 +226,16 @@ class Attention:
         return ("q_proj", "k_proj", "v_proj", *("gate_proj",) * self.gate, *("g_proj",) * self.head_gate)
 
     def weights(self) -> dict[str, tuple[int, ...]]:
-        d, q, kv = self.hidden_size, self.num_attention_heads * self.head_dim, self.kv_heads * self.head_dim
+        out, q, kv = self.hidden_size, self.num_attention_heads * self.head_dim, self.kv_heads * self.head_dim
+        d = self.input_size or out
         found: dict[str, tuple[int, ...]] = {
             "q_proj.weight": LinearShape((q, d)),
             "k_proj.weight": LinearShape((kv, d)),
             "v_proj.weight": LinearShape((kv, d)),
-            "o_proj.weight": LinearShape((d, q)),
+            "o_proj.weight": LinearShape((out, q)),
         }
         if self.attention_bias:
-            found |= {"q_proj.bias": (q,), "k_proj.bias": (kv,), "v_proj.bias": (kv,), "o_proj.bias": (d,)}
+            found |= {"q_proj.bias": (q,), "k_proj.bias": (kv,), "v_proj.bias": (kv,), "o_proj.bias": (out,)}
         if self.gate:
             found["gate_proj.weight"] = LinearShape((q, d))
             found |= {"gate_proj.bias": (q,)} if self.attention_bias else {}
@@ -248,3 +251,69 @@ class Attention:
 
     def optional_weights(self) -> frozenset[str]:
         return frozenset(name for name in self.weights() if name.endswith(".bias"))
+
+
+@dataclass(frozen=True)
+class SharedBlock:
+    """Sizes of the branch of a layer: attention and a gated MLP, whose weights several layers may share.
+
+        h = attention(norm([x, embedded]));  branch = out(mlp(mlp_norm(h)))
+
+    Without residual connections. Each layer has its own `out`, keys and values, and low-rank adapters, whose products
+    are added to those of gate and up, and with `attention_adapters` to queries, keys and values.
+    """
+
+    attention: Attention
+    mlp: Mlp
+    rank: int
+    """Inner width of the adapters."""
+    attention_adapters: bool = False
+    owner: int | None = None
+    """Index of the layer that has the shared weights; `None`: this one."""
+
+    def __post_init__(self) -> None:
+        positive(self, "rank")
+        d = self.attention.hidden_size
+        require(
+            self.attention.input_size == 2 * d and self.mlp.hidden_size == d and self.mlp.gated,
+            f"a block of width {d} needs attention of {2 * d} inputs, not {self.attention.input_size}, and a gated MLP "
+            f"of width {d}, not {self.mlp.hidden_size}",
+        )
+
+    @property
+    def memory(self) -> PageSpec:
+        return self.attention.memory
+
+    @property
+    def rope(self) -> Rope | None:
+        return self.attention.rope
+
+    @property
+    def activations(self) -> int:
+        d, inner = self.attention.hidden_size, self.mlp.intermediate_size
+        return 7 * d + self.attention.activations + self.mlp.activations + 2 * inner
+
+    @property
+    def adapters(self) -> dict[str, tuple[int, int]]:
+        """Name -> (inputs, outputs) of each adapter."""
+        attention = self.attention
+        d, heads, kv = attention.hidden_size, attention.num_attention_heads, attention.kv_heads
+        outputs = {"q": heads, "k": kv, "v": kv} if self.attention_adapters else {}
+        found = {f"{name}_adapter": (2 * d, count * attention.head_dim) for name, count in outputs.items()}
+        return {**found, "mlp_adapter": (d, 2 * self.mlp.intermediate_size)}
+
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        d = self.attention.hidden_size
+        found: dict[str, tuple[int, ...]] = {}
+        if self.owner is None:
+            found |= {"norm.weight": (2 * d,), "mlp_norm.weight": (d,)}
+            found |= {f"attention.{name}": shape for name, shape in self.attention.weights().items()}
+            found |= {f"mlp.{name}": shape for name, shape in self.mlp.weights().items()}
+        for name, (inputs, outputs) in self.adapters.items():
+            found[f"{name}.down.weight"] = LinearShape((self.rank, inputs))
+            found[f"{name}.up.weight"] = LinearShape((outputs, self.rank))
+        found["out.weight"] = LinearShape((d, d))
+        return found
+
+    def optional_weights(self) -> frozenset[str]:
+        return frozenset()

@@ -87,7 +87,7 @@ def gated_linear(
     gate: Tensor | Quantised, up: Tensor | Quantised, bias: Tensor | None, act: str, options: DecoderOptions
 ) -> GatedLinear:
     """Like `fused_linear` for gate and up, followed by `act(gate) * up`; `bias` has both biases, concatenated."""
-    product = swiglu if act == "silu" else _product(act)
+    product = gated_product(act)
     stored, bias = (stored_weight(gate, options), stored_weight(up, options)), _placed(bias, options)
     if alike(stored):
         return GatedLinear(
@@ -96,8 +96,10 @@ def gated_linear(
     return GatedLinear(fused_linear([gate, up], bias, options), None, product, COMPILED[act])
 
 
-def _product(act: str) -> Callable[[Tensor], Tensor]:
+def gated_product(act: str) -> Callable[[Tensor], Tensor]:
     """A function of rows `[gate | up]` that returns `act(gate) * up`."""
+    if act == "silu":
+        return swiglu
     function = ACTIVATIONS[act]
 
     def product(rows_TI: Tensor) -> Tensor:

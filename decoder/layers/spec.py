@@ -93,7 +93,8 @@ class Layer:
     """`x += residual_scale * after(sum(scale * mixer(before(x)) for mixer, scale in zip(mixers, scales)))`.
 
     `before` and `after` are RMS norms, or the identity without `norm_before` or `norm_after`; a layer has at least one
-    of them. Its weights are named `norm.weight`, `post_norm.weight` and `{name}.{weight of the mixer}`.
+    of them. With a branch, the mixers read `before(x + branch(x, embedded))`. Weights are named `norm.weight`,
+    `post_norm.weight` and `{name}.{weight of the mixer}`.
     """
 
     mixers: tuple[tuple[str, MixerSpec], ...]
@@ -103,6 +104,9 @@ class Layer:
     """A factor for each mixer's output, besides `residual_scale`; empty: 1 for all."""
     norm_before: bool = True
     norm_after: bool = False
+    branch: tuple[str, MixerSpec] | None = None
+    """(name, mixer) of what is computed from the residual stream beside the embedded tokens; its output is added to
+    what the layer reads, and not to the residual stream."""
 
     def __post_init__(self) -> None:
         count = len(self.mixers)
@@ -111,15 +115,20 @@ class Layer:
             len(self.scales) in (0, count), f"scales has {len(self.scales)} numbers and the layer has {count} mixers"
         )
 
+    @property
+    def parts(self) -> tuple[tuple[str, MixerSpec], ...]:
+        """(name, mixer) pairs, that of the branch first."""
+        return self.mixers if self.branch is None else (self.branch, *self.mixers)
+
     def weights(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         norms = ("norm.weight",) * self.norm_before + ("post_norm.weight",) * self.norm_after
         found: dict[str, tuple[int, ...]] = dict.fromkeys(norms, (hidden_size,))
-        for prefix, mixer in self.mixers:
+        for prefix, mixer in self.parts:
             found |= {f"{prefix}.{name}": shape for name, shape in mixer.weights().items()}
         return found
 
     def optional_weights(self) -> frozenset[str]:
-        return frozenset(f"{prefix}.{name}" for prefix, mixer in self.mixers for name in mixer.optional_weights())
+        return frozenset(f"{prefix}.{name}" for prefix, mixer in self.parts for name in mixer.optional_weights())
 
 
 def positive(owner: object, *names: str) -> None:

@@ -265,7 +265,9 @@ def _find_merges(
                 problems.append(f"{change.tensor.name}: the model has no parameter {change.parameter}")
                 continue
             shape = _parameter_shape(target, source, stored, native)
-            if problem := _misfit(change, target, shape, native) or _quantised(source, stored):
+            if target.shared:
+                problems.append(f"{change.tensor.name} would change {change.parameter}, which several layers share")
+            elif problem := _misfit(change, target, shape, native) or _quantised(source, stored):
                 problems.append(f"{change.tensor.name} {problem}")
             merges.setdefault(target.name, []).append(Merge(change, target, shape))
     return merges, not_served, problems

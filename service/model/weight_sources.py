@@ -60,6 +60,8 @@ def find_sources(
         for target in used:
             entries = found.setdefault(target.name, {})
             entry = target.place if target.how in ("stack", "joined") else -1
+            if target.shared and entry in entries:
+                continue
             if entry in entries or (entries and (entry < 0) != (min(entries) < 0)):
                 problems.append(f"{name} and {next(iter(entries.values()))[0]} are both {target.name}")
             entries[entry] = name, target

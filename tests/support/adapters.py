@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,10 @@ def product(tensors: Mapping[str, Tensor], module: str, scale: float = 6 / 4) ->
 
 
 def linear_layers(model: Any) -> dict[str, Tensor]:
-    """Weights of all linear layers by module name, except a vocabulary projection that is tied."""
-    table = model.get_input_embeddings().weight
+    """Weights of all linear layers by module name, except those that are tied."""
     found = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {name: weight for name, weight in found.items() if weight is not table}
+    users = Counter([id(model.get_input_embeddings().weight), *map(id, found.values())])
+    return {name: weight for name, weight in found.items() if users[id(weight)] == 1}
 
 
 def resaved(base: Path, model: Any, path: Path, changes: Mapping[str, Tensor]) -> Path:

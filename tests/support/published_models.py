@@ -197,6 +197,38 @@ def nano_vl() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def zamba(layers: int, hidden: int, hybrid: list[int], groups: int, state: int, **others: bool | int) -> dict[str, Any]:
+    """Zamba2, by the numbers of its hybrid layers."""
+    return {
+        "model_type": "zamba2", "vocab_size": 32000, "hidden_size": hidden, "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "gelu",
+        "layers_block_type": ["hybrid" if index in hybrid else "mamba" for index in range(layers)],
+        "mamba_d_state": state, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_ngroups": groups,
+        "n_mamba_heads": 2 * hidden // 64, "chunk_size": 256, "add_bias_linear": False, "adapter_rank": 128,
+        "use_conv_bias": True, "use_long_context": False, "time_step_min": 0.001, "time_step_max": 0.1,
+        "time_step_floor": 0.0001, "time_step_limit": None, "rope_theta": 10000, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096, "dtype": "bfloat16", "eos_token_id": 2, **others,
+    }  # fmt: skip
+
+
+def zamba_small() -> dict[str, Any]:
+    """Zamba2-1.2B: one block, with adapters of queries, keys and values too."""
+    every_sixth = list(range(5, 38, 6))
+    return zamba(38, 2048, every_sixth, 1, 128, num_mem_blocks=1, use_mem_rope=True, use_shared_attention_adapter=True)
+
+
+def zamba_medium() -> dict[str, Any]:
+    """Zamba2-2.7B: two blocks, without positions."""
+    hybrid = [6, 12, 18, 24, 30, 36, 42, 47, 51]
+    return zamba(54, 2560, hybrid, 1, 64, num_mem_blocks=2, use_mem_rope=False, use_shared_attention_adapter=False)
+
+
+def zamba_large() -> dict[str, Any]:
+    """Zamba2-7B."""
+    hybrid = [6, *range(11, 81, 6)]
+    return zamba(81, 3584, hybrid, 2, 64, num_mem_blocks=2, use_mem_rope=True, use_shared_attention_adapter=False)
+
+
 def models() -> dict[str, dict[str, Any]]:
     """By the name used in docs/models.md."""
     qwen = {f"Qwen3.5-{name}": published(name) for name in PUBLISHED}
@@ -207,6 +239,7 @@ def models() -> dict[str, dict[str, Any]]:
         "Bamba-9B": bamba(),
     }
     others |= {"Falcon-H1-0.5B": falcon(), "Olmo-Hybrid-7B": olmo(), "Qwen3-Next-80B-A3B": qwen_next()}
+    others |= {"Zamba2-1.2B": zamba_small(), "Zamba2-2.7B": zamba_medium(), "Zamba2-7B": zamba_large()}
     others["LFM2-350M"], others["LFM2-700M"] = lfm2(1024, 16, 6656), lfm2(1536, 24, 10240)
     others["LFM2-1.2B"], others["LFM2-8B-A1B"] = lfm2(2048, 32, 12288), lfm2_moe()
     others["LFM3-1.7B"], others["LFM3-VL-2B"] = lfm3(), lfm3_vl()
@@ -228,5 +261,6 @@ HUB_IDS = {
     **{name: f"LiquidAI/{name}" for name in ("LFM3-1.7B", "LFM3-VL-2B")},
     **{f"LFM2-VL-{name}": f"LiquidAI/LFM2-VL-{name}" for name in ("450M", "1.6B")},
     "Qwen3-Next-80B-A3B": "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    **{f"Zamba2-{name}": f"Zyphra/Zamba2-{name}" for name in ("1.2B", "2.7B", "7B")},
 }
 """Their names on the Hugging Face hub, if known."""

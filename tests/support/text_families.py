@@ -27,6 +27,8 @@ from transformers import (
     OlmoHybridForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    Zamba2Config,
+    Zamba2ForCausalLM,
 )
 
 
@@ -277,9 +279,44 @@ def _released_olmo(model: OlmoHybridForCausalLM) -> dict[str, torch.Tensor]:
     return found
 
 
+def zamba(rng: random.Random) -> Any:
+    """With shared blocks that one or several layers use, and models without any. The time steps of prompts have no
+    lower limit that matters, like those of single tokens in transformers."""
+    layers, adapters, groups = rng.randint(1, 6), rng.random() < 0.5, rng.choice([1, 2])
+    kv = rng.choice([1, 2])
+    heads = kv if adapters else kv * rng.choice([1, 2])
+    hidden = heads * rng.choice([8, 12])
+    config = Zamba2Config(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        layers_block_type=[rng.choice(["linear_attention", "hybrid", "hybrid"]) for _ in range(layers)],
+        mamba_d_state=rng.choice([4, 16]),
+        mamba_d_conv=rng.choice([2, 4, 5]),
+        mamba_ngroups=groups,
+        n_mamba_heads=groups * rng.choice([1, 2]),
+        chunk_size=rng.choice([8, 16]),
+        add_bias_linear=rng.random() < 0.3,
+        intermediate_size=rng.choice([24, 40]),
+        hidden_act=rng.choice(["gelu", "gelu", "silu"]),
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        num_mem_blocks=rng.choice([1, 2]),
+        use_shared_attention_adapter=adapters,
+        adapter_rank=rng.choice([4, 6]),
+        use_mem_rope=rng.random() < 0.5,
+        time_step_min=1e-9,
+        time_step_floor=1e-9,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=512,
+        eos_token_id=2,
+    )
+    return Zamba2ForCausalLM(config)
+
+
 FAMILIES = {
     "bamba": bamba, "granitemoehybrid": granite, "qwen3_next": qwen_next, "lfm2": lfm2, "lfm3": lfm3,
-    "falcon_h1": falcon, "olmo_hybrid": olmo,
+    "falcon_h1": falcon, "olmo_hybrid": olmo, "zamba2": zamba,
 }  # fmt: skip
 
 

@@ -68,6 +68,7 @@ MODELS: dict[str, Callable[[Path], Any]] = {
     "nemotron_h_omni": lambda path: make_checkpoint(path, 3, text={"pattern": "M*"}),
     "qwen3_5": qwen(moe=False, naming="language_model.model.", vision=random_tower(random.Random(4))),
     "qwen3_5_moe": qwen(moe=True),
+    "zamba2 without shared blocks": lambda path: make_text_checkpoint(path, "zamba2", 8),
     "lfm2_vl": lambda path: make_lfm(path, 1, released=True),
     "minicpmv4_6": lambda path: make_minicpm(path, 1),
 }
