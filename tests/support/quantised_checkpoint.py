@@ -111,7 +111,8 @@ def read_back(tensors: dict[str, torch.Tensor], config: dict[str, object]) -> Qu
     found, _ = find_weights(
         entries(tensors), block=declared.block, group_of=declared.group_of, packed_of=declared.packed_of
     )
-    assert not disagreements(declared, found)
+    problems = disagreements(declared, found)
+    assert not problems, problems
     stored = found[f"{NAME}.weight"]
     if stored.scheme in PACKED:  # as the configuration's shape is
         stored = stored.with_inputs(int(tensors.get(f"{NAME}.weight_shape", torch.tensor(0)).flatten()[-1]))
