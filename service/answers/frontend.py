@@ -111,8 +111,8 @@ class Frontend:
     def oldest_wait(self) -> float:
         """Seconds since the arrival of the request that has waited longest for its first token; 0 if none waits. May be
         called from any thread."""
-        now = time.monotonic()
-        return max((now - call.arrived for call in list(self._calls.values()) if call.waits), default=0.0)
+        calls, now = list(self._calls.values()), time.monotonic()
+        return max((now - call.arrived for call in calls if call.waits), default=0.0)
 
     def cancel(self, request_id: str, *, salt: bytes = b"") -> bool:
         """Cancels a request of this tenant: its samples finish as `aborted`. False: there is no such request."""
