@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kernels.linear.int8_rows import takes_int8_rows
 from kernels.linear.packed import Packed
 from kernels.linear.parts import LinearParts
 from kernels.linear.quantised import Quantised
@@ -41,9 +42,10 @@ class GatedLinear:
         if isinstance(weight, (Linear, LinearParts)):
             self.plain = weight
             return
+        int8_rows = activations == "int8" and takes_int8_rows(weight)
         with contextlib.suppress(NativeUnavailable):
             if isinstance(weight, Quantised) or weight.dtype.itemsize == 2:
-                self.packed = Packed(weight, bias, dtype, gated=True, int8_rows=activations == "int8")
+                self.packed = Packed(weight, bias, dtype, gated=True, int8_rows=int8_rows)
         if self.packed is None:
             self.plain = Linear(weight, bias, owned=True, compiled=False, dtype=dtype, activations=activations)
 

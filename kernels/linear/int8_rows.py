@@ -17,14 +17,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.linear.quantised import INTEGERS, MIDDLE, Quantised
+from kernels.linear.quantised import INTEGERS, MIDDLE, AnyWeight, Quantised
+from kernels.native.structs import SUMMED
 
-INT8_ROWS_OF = INTEGERS
-"""Kinds of weights that int8 rows are multiplied with."""
 STEPS = 127.0
 """Steps from 0 to a row's largest magnitude."""
 SMALLEST = 2.0**-119
 """Lower bound of a row's largest magnitude, so that its scale is never 0 and the reciprocal is finite."""
+
+
+def takes_int8_rows(weight: AnyWeight) -> bool:
+    """Whether int8 rows are multiplied with a weight: one of integers, with scales for rows or for groups of a multiple
+    of `SUMMED` inputs. Others are multiplied with rows of 16 bits."""
+    return isinstance(weight, Quantised) and weight.kind in INTEGERS and has_whole_sums(weight.group, weight.shape[-1])
+
+
+def has_whole_sums(group: int, inputs: int) -> bool:
+    """Whether products of bytes can be summed for groups of `group` inputs, `SUMMED` at a time."""
+    return group % SUMMED == 0 or group >= inputs
 
 
 def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:

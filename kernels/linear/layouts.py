@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.host_memory import drop_pages, weight_memory
-from kernels.linear.int8_rows import is_summed
+from kernels.linear.int8_rows import has_whole_sums, is_summed
 from kernels.linear.quantised import INTEGERS, Quantised
 from kernels.native import Kind, NativeUnavailable, library
 from kernels.native.instruction_sets import compact_weights
@@ -158,7 +158,7 @@ def _is_scaled(weight: Quantised, dtype: torch.dtype) -> bool:
 
 def _check_grouped_bytes(weight: Quantised) -> None:
     group, inner = weight.group, weight.in_features
-    if group % SUMMED and group < inner:
+    if not has_whole_sums(group, inner):
         raise NativeUnavailable(f"groups of {group} inputs are not multiples of {SUMMED}")
     if weight.zeros is not None and min(group, inner) > MOST_SHIFTED:
         raise NativeUnavailable(f"groups of {group} inputs with zero points are above the maximum of {MOST_SHIFTED}")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.dispatch import dispatched
-from kernels.linear.int8_rows import INT8_ROWS_OF, int8_linear
+from kernels.linear.int8_rows import int8_linear, takes_int8_rows
 from kernels.linear.packed import Packed
 from kernels.linear.quantised import Quantised, check_groups
 from kernels.linear.scaled import ScaledProduct, has_product
@@ -45,7 +45,7 @@ class Linear:
     ) -> None:  # fmt: skip
         """`dtype`: of the rows, which a quantised weight does not determine. `activations`: "fp8" rounds rows to fp8
         before products with weights that `kernels.linear.scaled` supports, "int8" rounds them to int8 before products
-        with int8 and int4 weights (`kernels.linear.int8_rows`). `owned`: the weight may be kept instead of copied.
+        with weights that `takes_int8_rows`. `owned`: the weight may be kept instead of copied.
         `compiled`: whether the compiled product may be used; its threads compete for cores with those of torch's
         operations if the two alternate, as in a tower that is not compiled as a whole. `compact`: as in `lay_out`;
         pass False if there are always many rows.
@@ -61,7 +61,7 @@ class Linear:
         self.blocked: Tensor | None = None
         self.weight: Tensor | Quantised | None = None
         self.scaled: ScaledProduct | None = None
-        self.int8_rows = activations == "int8" and isinstance(weight, Quantised) and weight.kind in INT8_ROWS_OF
+        self.int8_rows = activations == "int8" and takes_int8_rows(weight)
         """Whether rows are rounded to int8."""
         if activations == "fp8" and isinstance(weight, Quantised) and has_product(weight):
             self.scaled = ScaledProduct(weight)

@@ -14,6 +14,7 @@ from decoder.mtp_head import check_mtp
 from encoder.item import IMAGE
 from encoder.plan import describe
 from families import VisionSpec
+from kernels.linear.int8_rows import has_whole_sums
 from kernels.native import instruction_sets
 from kernels.native.structs import SUMMED
 from service.common.config import ConfigError, EngineOptions
@@ -69,7 +70,7 @@ ROWS_OF = {
 
 def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
     """Raises ConfigError if no weight could be multiplied with activations of this kind, if the device cannot do so, or
-    if the checkpoint declares another kind of activations. Warns of weights without a compiled product."""
+    if the checkpoint declares another kind of activations. Logs which weights keep rows of 16 bits."""
     kind = options.activations
     if kind is None:
         return
@@ -85,28 +86,28 @@ def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
     if device.startswith("cpu") != (wanted == "CPU"):
         raise ConfigError(f"activations: {kind} needs a {wanted}, and the device is {device}")
     if kind == "int8" and options.weights is None:
-        _warn_of_slow_products(checkpoint, of.stored | of.forms)
+        _check_groups(checkpoint, of.stored | of.forms)
     if kind == "int8" and checkpoint.declared is not None:
         for weight in checkpoint.weights.values():
             if weight.scheme in of.stored and (other := checkpoint.declared.say(weight.module).inputs):
                 raise ConfigError(f"activations: int8 contradicts the checkpoint: {weight.module}: {other}")
 
 
-def _warn_of_slow_products(checkpoint: Checkpoint, formats: frozenset[str]) -> None:
-    """Groups of other sizes cannot be summed in bytes: such weights are expanded for each call. The vocabulary
-    projection and experts keep rows of 16 bits."""
-    slow = [
+def _check_groups(checkpoint: Checkpoint, formats: frozenset[str]) -> None:
+    """Logs how many weights keep rows of 16 bits because of their groups; ConfigError if all do. The vocabulary
+    projection and experts always keep them."""
+    products = [
         weight for name, weight in checkpoint.weights.items()
-        if weight.format in formats and weight.group % SUMMED and weight.group < weight.shape[-1]
-        and len(weight.shape) == 2
+        if weight.format in formats and len(weight.shape) == 2
         and any(each.how != "stack" and each.name not in (EMBEDDINGS, HEAD) for each in checkpoint.targets(name))
     ]  # fmt: skip
-    if slow:
-        log.warning(
-            "activations: int8 has no compiled product with %d of the weights, which makes answers many times slower: "
-            "%s has groups of %d inputs, not of a multiple of %d; leave the option unset for them",
-            len(slow), slow[0].module, slow[0].group, SUMMED,
-        )  # fmt: skip
+    others = [weight for weight in products if weight.group and not has_whole_sums(weight.group, weight.shape[-1])]
+    if not others:
+        return
+    why = f"{others[0].module} has groups of {others[0].group} inputs, not of a multiple of {SUMMED}"
+    if len(others) == len(products):
+        raise ConfigError(f"activations: int8 would have no effect: {why}; with --weights int8 it would work")
+    log.info("activations: %d of %d weights keep rows of 16 bits: %s", len(others), len(products), why)
 
 
 def check_drafting(options: EngineOptions, checkpoint: Checkpoint) -> None:

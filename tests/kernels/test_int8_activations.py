@@ -109,14 +109,28 @@ def test_a_sum_of_groups_is_rounded_once_for_each_group(sign: int) -> None:
     assert int8_linear(x, weight, None).item() == sign * (1 + 2.0**-23)
 
 
-@pytest.mark.parametrize(("group", "zeros"), [(16, False), (MOST_SHIFTED + 1, True)])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_groups_without_a_compiled_product_are_multiplied_by_the_reference(kind: str, group: int, zeros: bool) -> None:
-    inner = max(48, group)
-    weight, x = in_groups(kind, 5, inner, group, zeros=zeros), rows_of(2, inner, 1)
+def test_groups_without_a_compiled_product_are_multiplied_by_the_reference(kind: str) -> None:
+    inner = MOST_SHIFTED + 1
+    weight, x = in_groups(kind, 5, inner, inner, zeros=True), rows_of(2, inner, 1)
     with pytest.raises(NativeUnavailable):
         Packed(weight, None, int8_rows=True)
     assert torch.equal(Linear(weight, activations="int8")(x), int8_linear(x, weight, None))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_groups_that_do_not_fill_sums_keep_their_rows(kind: str, compiled: bool) -> None:
+    weight, x = in_groups(kind, 6, 48, 16), rows_of(2, 48, 1)
+    with pytest.raises(NativeUnavailable, match="groups of 16 inputs are not multiples of 32"):
+        Packed(weight, None, int8_rows=True)
+    linear, same = (Linear(weight, compiled=compiled, activations=of) for of in ("int8", None))
+    assert torch.equal(linear(x), same(x)) and not torch.equal(linear(x), int8_linear(x, weight, None))
+    gated, plain = (
+        GatedLinear(weight, None, lambda rows: rows[:, :3] * rows[:, 3:], Activation.SILU, activations=of)
+        for of in ("int8", None)
+    )
+    assert torch.equal(gated(x), plain(x))
 
 
 ANY = [
