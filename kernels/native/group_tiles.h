@@ -23,6 +23,7 @@ namespace {
 
 constexpr bool GROUP_TILES = VECTOR_REGISTERS == 1;  // whether there are enough registers for sums and totals
 constexpr int UNPACKED_VECTORS = GROUP_TILES ? 2 : 4;
+constexpr int WHOLE_PANEL_ROWS = 3;  // rows of a tile whose sums and totals of four vectors fit the registers
 
 // Where the bytes of a vector of outputs begin in an unpacked panel.
 inline int64_t unpacked_at(const Weight& w, int64_t vector) {
@@ -57,7 +58,7 @@ struct StoredBytes {
     static constexpr int64_t STRIDE = 4 * LINE;
     static constexpr int OFFSET = SIGNED_DOTS ? 128 : 0, LEAST_ROWS = 1;
     static constexpr bool BELOW_16 = false;
-    static constexpr int beside(int rows) { return rows <= 3 ? 4 : 2; }
+    static constexpr int beside(int rows) { return rows <= WHOLE_PANEL_ROWS ? 4 : 2; }
     static int64_t at(const Weight&, int64_t vector) { return vector * LINE; }
     static Words column(const uint8_t* b) { return in_register(without_offset(load_words(b))); }
     static Words begin(Words correction) { return SIGNED_DOTS ? zero_words() : shift_left32<4>(correction); }
@@ -149,6 +150,7 @@ template <class Bytes, int R, int V, bool ZEROS>
 __attribute__((noinline)) void add_stored_group(const RowGroup& group, const uint8_t* b, Prefetch& ahead) {
     const int8_t *a = group.a, *const a_end = a + group.count;
     const int64_t lda = group.lda;
+    constexpr bool FROM_MEMORY = GROUP_TILES && V == 4;  // otherwise other passes or tiles read the same lines
     Words sum[R][V];
     begin_group<Bytes, R, V, ZEROS>(group.correction, sum);
     const auto load = [&](int, Words(&column)[V]) ALWAYS {
@@ -156,7 +158,10 @@ __attribute__((noinline)) void add_stored_group(const RowGroup& group, const uin
         b += Bytes::STRIDE;
     };
     while (a < a_end) {
-        const int8_t* const stop = ahead.step() ? std::min(a_end, a + 8 * PREFETCH_STEPS) : a_end;
+        const bool fetches = ahead.step();
+        if (FROM_MEMORY)
+            for (int64_t at = 0; at < SUMMED * PANEL; at += LINE) prefetch_far(b + at + PREFETCH_BYTES);
+        const int8_t* const stop = fetches || FROM_MEMORY ? a + SUMMED : a_end;
         add_columns<Bytes>(a, stop, lda, load, sum);
     }
     finish_group<Bytes, R, V, ZEROS>(sum, group);
@@ -223,7 +228,7 @@ void tile_groups(const Product& product, int64_t row, int64_t panel, Prefetch ah
                 }
                 const RowGroup group{w, at, end - begin, a + begin, lda, correction, !g, out + first * 16};
                 if (w.kind == UINT8) {
-                    if constexpr (!GROUP_TILES)
+                    if constexpr (!GROUP_TILES || R > WHOLE_PANEL_ROWS)
                         add_stored_group<StoredBytes, R, V, ZEROS>(group, packed + begin * PANEL + first * LINE, ahead);
                     continue;
                 }
@@ -321,13 +326,6 @@ void group_tiles(const Product& product, int64_t begin, int64_t end, const uint8
             else row_tiles<GroupWords<Bytes, false>, V>(product, begin, end, columns, part);
         }
     }
-}
-
-// The same for a panel of bytes.
-void byte_group_tiles(const Product& product, int64_t begin, int64_t end, PanelPart part) {
-    const uint8_t* const columns = panel_data(*product.weight, part.panel);
-    if (part.count == 4 && end - begin <= 3) group_tiles<StoredBytes, 4>(product, begin, end, columns, part);
-    else group_tiles<StoredBytes, 2>(product, begin, end, columns, part);
 }
 
 }  // namespace

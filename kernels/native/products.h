@@ -192,6 +192,18 @@ bool has_byte_groups(const Weight& w) { return GROUP_TILES && w.kind == UINT8 &&
 bool divisible(const Weight& w) { return w.kind == BF16 || w.kind == INT8 || has_byte_groups(w); }
 bool in_halves(const Weight& w) { return w.gated || has_byte_groups(w); }
 
+// Rows of SUMMED_BYTES times such a panel. All vectors of a panel that comes from memory are read at once: by a few
+// rows with totals in registers, otherwise by the first tile of more than WHOLE_PANEL_ROWS rows.
+void byte_group_tiles(const Product& product, int64_t begin, int64_t end, PanelPart part) {
+    const uint8_t* const columns = panel_data(*product.weight, part.panel);
+    if (part.count < 4) return group_tiles<StoredBytes, 2>(product, begin, end, columns, part);
+    if (end - begin <= WHOLE_PANEL_ROWS) return group_tiles<StoredBytes, 4>(product, begin, end, columns, part);
+    const int64_t count = (end - begin + MOST_TILE_ROWS - 1) / MOST_TILE_ROWS, rows = (end - begin + count - 1) / count;
+    alignas(64) float sums[MOST_TILE_ROWS * PANEL];
+    tile_of<4>(rows, product, begin, part.panel, 0, {0, product.weight->kpad}, {}, sums);
+    if (begin + rows < end) group_tiles<StoredBytes, 2>(product, begin + rows, end, columns, part);
+}
+
 // Whether tiles of AMX multiply many rows of such weights (slices_amx.h).
 bool multiplies_slices(const Weight& w) {
     return AMX_TILES && (w.operand == BF16 || w.operand == BYTES || w.operand == INT8);
