@@ -17,6 +17,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # Tests start some 200 Python processes: compiling the same sources in each of them took a tenth of the suite's time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))):
+    # As in `pytest_configure`, but before the conftest.py of a folder that is named on the command line, which pytest
+    # imports first and which may import Triton. Asking torch would delay a process that only starts others.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 
