@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.linear import Linear, Packed, quantise
-from kernels.native import NativeUnavailable, compiler, library, prebuilt, structs
+from kernels.native import NativeUnavailable, compiler, instruction_sets, library, prebuilt, structs
 from kernels.native.compiler import compiled
 from kernels.native.instruction_sets import SETS, processor_features, supported
 from kernels.native.layout import check_layout, mirrored
@@ -50,6 +50,7 @@ MODULE = sys.modules[_library.__module__]  # the package has a function with the
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(MODULE, "processor_features", lambda: set(SETS[0].needs))
+    monkeypatch.setattr(instruction_sets, "_forced", instruction_sets.AUTO)
     _library.cache_clear()
     yield
     _library.cache_clear()
