@@ -191,7 +191,8 @@ class HttpCall:
             await _check_key(self, int(declared))
         chunks: list[bytes] = []
         size = 0
-        end = asyncio.get_running_loop().time() + options.receive_timeout
+        loop = asyncio.get_running_loop()
+        end = loop.time() + options.receive_timeout
         while True:
             try:
                 async with asyncio.timeout_at(end):
@@ -205,7 +206,9 @@ class HttpCall:
             chunk = message.get("body", b"")
             size += len(chunk)
             self._check_size(size)
+            asked = loop.time()
             await _check_key(self, size)
+            end += loop.time() - asked  # meanwhile nothing is read
             self.front.budget.add(len(chunk))
             self.held += len(chunk)
             chunks.append(chunk)

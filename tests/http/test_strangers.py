@@ -7,12 +7,15 @@ import contextlib
 import itertools
 import json
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import uvicorn
@@ -23,6 +26,7 @@ from uvicorn.server import ServerState
 from waiting import until
 
 from service.common.config import HttpFrontOptions
+from service.common.http_requests import CHECK_KEY, SERVICE
 from service.http import protocol, upstream
 from service.http.call import MAX_KNOWN_KEYS, STRANGER_BYTES, KnownKeys
 
@@ -121,6 +125,34 @@ def test_the_question_for_a_key_has_a_time_limit(chunked: bool) -> None:
                 answer = answer_of(connection)
                 assert answer.status == 503
                 assert "within 0.5 s (receive_timeout)" in json.load(answer)["error"]["message"]
+
+
+def test_a_body_has_its_time_without_that_of_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, known = threading.Event(), threading.Event()
+
+    def check_key(request: bytes, context: Any) -> bytes:
+        asked.set()
+        known.wait(60)
+        return request
+
+    methods = {CHECK_KEY.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(check_key)}
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    body = b"1" + b" " * 2**17
+    with RunningHttp([f"127.0.0.1:{port}"], receive_timeout=100.0) as http:
+        with sent(http, HEAD + b"transfer-encoding: chunked\r\n\r\n%x\r\n%b" % (len(body), body)) as connection:
+            assert asked.wait(60)
+            for later, know in ((60, True), (120, False)):
+                monkeypatch.setattr(http.loop, "time", lambda later=later: time.monotonic() + later)
+                if know:
+                    known.set()
+                    until(lambda: bool(http.front.known_keys._until))
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), http.loop).result(60)  # its timers have run
+            connection.sendall(b"\r\n0\r\n\r\n")
+            assert answer_of(connection).status == 400, "the body is no object"
+    server.stop(None).wait()
 
 
 def test_another_server_is_asked_if_one_does_not_answer(locked: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
