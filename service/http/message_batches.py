@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import AsyncGenerator, Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -173,7 +174,9 @@ def _result(row: dict[str, Any], context: int) -> bytes:
         message = _message(response["body"], response["request_id"], context)
         result = {"type": "succeeded", "message": message}
     else:
-        told = {**error, "request_id": response["request_id"]}
+        # Parts have other places in the row's chat completion than in the request.
+        words = re.sub(r"^messages\[\d+\][^: ]*", "messages", error["message"])
+        told = {**error, "message": words, "request_id": response["request_id"]}
         result = {"type": "errored", "error": anthropic_error(told, response["status_code"])}
     line = json.dumps({"custom_id": row["custom_id"], "result": result}, ensure_ascii=False, separators=(",", ":"))
     return line.encode("utf-8", "replace") + b"\n"

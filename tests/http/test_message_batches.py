@@ -57,6 +57,11 @@ def test_results_are_the_messages_of_single_requests(http: RunningHttp, client: 
         asked("image", messages=[{"role": "user", "content": look}]),
         asked("long", max_tokens=32_000),
         asked("refused", messages=[{"role": "user", "content": "x" * 5000}]),
+        asked(
+            "broken",
+            system="s",
+            messages=[{"role": "user", "content": [{**look[0], "source": {**IMAGE, "data": "AAAA"}}]}],
+        ),
     ]
     for request in requests:
         request["params"] |= {"temperature": 0, "seed": 3}
@@ -65,11 +70,11 @@ def test_results_are_the_messages_of_single_requests(http: RunningHttp, client: 
     assert made.results_url is None and made.ended_at is None
     batch = ended(client, made)
     counts = batch.request_counts
-    assert (counts.processing, counts.succeeded, counts.errored, counts.canceled, counts.expired) == (0, 4, 1, 0, 0)
+    assert (counts.processing, counts.succeeded, counts.errored, counts.canceled, counts.expired) == (0, 4, 2, 0, 0)
     assert batch.ended_at and batch.created_at <= batch.ended_at <= batch.expires_at
     results = found(client, batch)
     assert results.keys() == {request["custom_id"] for request in requests}
-    for request in requests[:-1]:
+    for request in requests[:-2]:
         body = {**request["params"]}
         answer = httpx.post(f"{http.url}/v1/messages", json=body, timeout=60).json()
         message = results[request["custom_id"]].message
@@ -79,6 +84,7 @@ def test_results_are_the_messages_of_single_requests(http: RunningHttp, client: 
     assert results["long"].message.stop_reason == "model_context_window_exceeded"
     error = results["refused"].error.error
     assert error.type == "invalid_request_error" and "the prompt is too long" in error.message
+    assert results["broken"].error.error.message.startswith("messages: no PNG"), "it is the second message of a chat"
     assert client.messages.batches.delete(batch.id).type == "message_batch_deleted"
     with pytest.raises(anthropic.NotFoundError):
         client.messages.batches.retrieve(batch.id)
