@@ -8,6 +8,7 @@ proxy such as Caddy or Envoy.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
@@ -196,15 +197,22 @@ class LimitedProtocol(HttpToolsProtocol):
     def _linger(self) -> None:
         if self._linger_timer is not None:
             self._linger_timer.cancel()
-        self._linger_timer = self.loop.call_later(self._linger_seconds, self.transport.close)
+        self._linger_timer = self.loop.call_later(self._linger_seconds, self._end_linger)
+
+    def _end_linger(self) -> None:
+        self.transport.close()
+        if self._linger_seconds == STOPPING_SECONDS:
+            _close_without_answer(self.transport)
 
     def shutdown(self) -> None:
-        """uvicorn's, which would reset a connection whose last answer has begun."""
+        """uvicorn's, which would reset a connection whose last answer has begun, and wait for idle clients with TLS."""
         self._linger_seconds = STOPPING_SECONDS
         if self._linger_timer is not None:
             self._linger()
         elif not self._last_answer:
             super().shutdown()
+            if self.transport.is_closing():
+                _close_without_answer(self.transport)
 
     def _check_head(self, size: int) -> None:
         """Refuses a head of too many bytes."""
@@ -250,6 +258,14 @@ def _drop_unread(transport: asyncio.Transport, seconds: float) -> None:
     if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
         milliseconds = max(1, min(2**31 - 1, round(seconds * 1000)))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+
+
+def _close_without_answer(transport: asyncio.Transport) -> None:
+    """Ends a closing connection with TLS once all is sent: asyncio waits 30 s for the client's `close_notify`, which
+    those that keep an idle connection do not send."""
+    if transport.get_extra_info("ssl_object") is not None:
+        with contextlib.suppress(OSError):  # the client has closed it
+            transport.get_extra_info("socket").shutdown(socket.SHUT_RD)  # read as the client's end
 
 
 def _without_upgrade(parser: httptools.HttpRequestParser, url: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:

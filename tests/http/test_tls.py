@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 import socket
 import ssl
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +146,51 @@ def test_handshakes_count_as_connections_and_have_a_time_limit(server: RunningSe
         with socket.create_connection(("127.0.0.1", http.port), 60) as slow:
             slow.sendall(begun)
             assert closed(slow)
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_a_stop_waits_for_no_client_to_end_tls_and_for_those_that_read(
+    server: RunningServer, unread: bool, tmp_path: Path
+) -> None:
+    """asyncio waits 30 s for a client's `close_notify`. One keeps an idle connection, another has an answer before the
+    end of its request's body, and the third may not have read its answer yet."""
+    certificate, key = map(str, Authority.create(tmp_path / "ca").issue("server"))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    asked = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 200, "ignore_eos": True, "stream": True}
+    body = json.dumps({**asked, "logprobs": True, "top_logprobs": 20}).encode()
+    kind = b"content-type: application/json\r\n"
+    requests = (
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"POST /no HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n%bcontent-length: %d\r\n\r\n%b"
+        % (kind, len(body), body),
+    )
+    with (
+        RunningHttp([server.address], tls_cert=certificate, tls_key=key, grace=25.0, send_buffer=4096) as http,
+        contextlib.ExitStack() as open_ones,
+    ):
+        for request in requests:
+            plain = open_ones.enter_context(socket.socket())
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            plain.settimeout(60)
+            plain.connect(("127.0.0.1", http.port))
+            connection = open_ones.enter_context(context.wrap_socket(plain))
+            connection.sendall(request)
+            answer = HTTPResponse(connection)
+            answer.begin()
+            if not unread or request is not requests[-1]:
+                answer.read()
+        http.idle()
+        began = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            stopped = pool.submit(http.close)
+            if unread:
+                until(lambda: http.http.server_state.connections and not http.http.servers[0].is_serving())
+                text = answer.read()
+                assert text.endswith(b"data: [DONE]\n\n") and len(text) > 2**17
+            stopped.result()
+        assert time.monotonic() - began < 15
 
 
 def is_healthy(url: str) -> bool:
