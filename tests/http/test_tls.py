@@ -110,14 +110,20 @@ def test_renewed_files_are_used_for_the_next_calls_to_servers(
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "ignore_eos": True}
     with (
         RunningServer(str(model), max_seqs=2, max_len=2500, **options) as server,
-        RunningHttp([server.address], **{name: str(file) for name, file in files.items()}) as http,
+        RunningHttp([server.address], send_buffer=4096, **{name: str(file) for name, file in files.items()}) as http,
         httpx.Client(timeout=60) as client,
     ):
         url = f"{http.url}/v1/chat/completions"
         assert client.post(url, json={**body, "max_tokens": 1}).status_code == 503
         install(authority)
         assert client.post(url, json={**body, "max_tokens": 1}).status_code == 200
-        with client.stream("POST", url, json={**body, "max_tokens": 2000, "stream": True}) as stream:
+        long = {
+            "max_tokens": 2000,
+            "stream": True,
+            "logprobs": True,
+            "top_logprobs": 20,
+        }  # does not end before it is read
+        with client.stream("POST", url, json={**body, **long}) as stream:
             lines = stream.iter_lines()
             next(lines)
             for _ in range(3):
