@@ -13,6 +13,7 @@ import json
 import logging
 import socket
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -197,12 +198,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def _linger(self) -> None:
         if self._linger_timer is not None:
             self._linger_timer.cancel()
-        self._linger_timer = self.loop.call_later(self._linger_seconds, self._end_linger)
-
-    def _end_linger(self) -> None:
-        self.transport.close()
-        if self._linger_seconds == STOPPING_SECONDS:
-            _close_without_answer(self.transport)
+        stopping = self._linger_seconds == STOPPING_SECONDS
+        close = partial(_close_without_answer, self.transport) if stopping else self.transport.close
+        self._linger_timer = self.loop.call_later(self._linger_seconds, close)
 
     def shutdown(self) -> None:
         """uvicorn's, which would reset a connection whose last answer has begun, and wait for idle clients with TLS."""
@@ -261,8 +259,9 @@ def _drop_unread(transport: asyncio.Transport, seconds: float) -> None:
 
 
 def _close_without_answer(transport: asyncio.Transport) -> None:
-    """Ends a closing connection with TLS once all is sent: asyncio waits 30 s for the client's `close_notify`, which
-    those that keep an idle connection do not send."""
+    """Closes a connection; one with TLS ends once all is sent. asyncio waits 30 s for the client's `close_notify`,
+    which clients do not send that keep an idle connection."""
+    transport.close()
     if transport.get_extra_info("ssl_object") is not None:
         with contextlib.suppress(OSError):  # the client has closed it
             transport.get_extra_info("socket").shutdown(socket.SHUT_RD)  # read as the client's end

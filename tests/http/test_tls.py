@@ -117,12 +117,8 @@ def test_renewed_files_are_used_for_the_next_calls_to_servers(
         assert client.post(url, json={**body, "max_tokens": 1}).status_code == 503
         install(authority)
         assert client.post(url, json={**body, "max_tokens": 1}).status_code == 200
-        long = {
-            "max_tokens": 2000,
-            "stream": True,
-            "logprobs": True,
-            "top_logprobs": 20,
-        }  # does not end before it is read
+        # It does not end before it is read.
+        long = {"max_tokens": 2000, "stream": True, "logprobs": True, "top_logprobs": 20}
         with client.stream("POST", url, json={**body, **long}) as stream:
             lines = stream.iter_lines()
             next(lines)
