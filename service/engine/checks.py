@@ -15,11 +15,14 @@ from encoder.item import IMAGE
 from encoder.plan import describe
 from families import VisionSpec
 from kernels.linear.int8_rows import has_whole_sums
+from kernels.linear.quantised import INTEGERS
 from kernels.native import instruction_sets
 from kernels.native.structs import SUMMED
+from kernels.weight_forms import kind_and_group
 from service.common.config import ConfigError, EngineOptions
 from service.engine.runner_options import encoder_options, resolve_device, resolve_dtype
 from service.model.checkpoint import Checkpoint
+from service.model.formats.tensors import StoredWeight
 from service.model.resolve import resolve_max_len, resolve_vision
 from service.model.weight_sources import EMBEDDINGS, HEAD
 
@@ -85,28 +88,37 @@ def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
         )
     if device.startswith("cpu") != (wanted == "CPU"):
         raise ConfigError(f"activations: {kind} needs a {wanted}, and the device is {device}")
-    if kind == "int8" and options.weights is None:
-        _check_groups(checkpoint, of.stored | of.forms)
+    if kind == "int8":
+        _check_groups(checkpoint, options.weights)
     if kind == "int8" and checkpoint.declared is not None:
         for weight in checkpoint.weights.values():
             if weight.scheme in of.stored and (other := checkpoint.declared.say(weight.module).inputs):
                 raise ConfigError(f"activations: int8 contradicts the checkpoint: {weight.module}: {other}")
 
 
-def _check_groups(checkpoint: Checkpoint, formats: frozenset[str]) -> None:
-    """Logs how many weights keep rows of 16 bits because of their groups; ConfigError if all do. The vocabulary
-    projection and experts always keep them."""
-    products = [
-        weight for name, weight in checkpoint.weights.items()
-        if weight.format in formats and len(weight.shape) == 2
-        and any(each.how != "stack" and each.name not in (EMBEDDINGS, HEAD) for each in checkpoint.targets(name))
+def _check_groups(checkpoint: Checkpoint, form: str | None) -> None:
+    """Logs how many weights keep rows of 16 bits because of their groups; ConfigError if all do. Weights of the kind of
+    `form` (`--weights`) keep their groups, others are quantised to it. The vocabulary projection and experts always
+    keep rows of 16 bits."""
+    names = checkpoint.config.decoder.linear_weights().keys() - {EMBEDDINGS, HEAD}
+    products: list[tuple[StoredWeight, str]] = []
+    for name, weight in checkpoint.weights.items():
+        targets = [each.name for each in checkpoint.targets(name) if each.how != "stack" and each.name in names]
+        kind = checkpoint.kind_of(targets[0]) if targets and len(weight.shape) == 2 else ""
+        if kind in INTEGERS or (kind and form is not None):
+            products.append((weight, kind))
+    kept = INTEGERS if form is None else (kind_and_group(form)[0],)
+    others = [
+        (weight, kind) for weight, kind in products
+        if kind in kept and weight.group and not has_whole_sums(weight.group, weight.shape[-1])
     ]  # fmt: skip
-    others = [weight for weight in products if weight.group and not has_whole_sums(weight.group, weight.shape[-1])]
     if not others:
         return
-    why = f"{others[0].module} has groups of {others[0].group} inputs, not of a multiple of {SUMMED}"
+    first = others[0][0]
+    why = f"{first.module} has groups of {first.group} inputs, not of a multiple of {SUMMED}"
     if len(others) == len(products):
-        raise ConfigError(f"activations: int8 would have no effect: {why}; with --weights int8 it would work")
+        other = "int8" if any(kind == "int4" for _, kind in others) else "int4"
+        raise ConfigError(f"activations: int8 would have no effect: {why}; with --weights {other} it would work")
     log.info("activations: %d of %d weights keep rows of 16 bits: %s", len(others), len(products), why)
 
 

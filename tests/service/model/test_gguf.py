@@ -8,6 +8,7 @@ import re
 import shutil
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -470,6 +471,27 @@ def test_groups_of_16_and_32_are_served_side_by_side(tmp_path: Path, caplog: pyt
     tables = plan(ServerOptions(model=str(tmp_path / "back"), activations="int8", device="cpu"))
     assert f"format they are stored in: {', '.join(back.formats)}" in str(tables[0]) and len(back.formats) == 3
     assert re.search(r"7 of \d+ weights keep rows of 16 bits: .* has groups of 16 inputs, not of a mult", caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "works", "fails"), [(Type.Q6_K, "int4", (None, "int8", "int8-32")), (Type.Q3_K, "int8", (None, "int4-32"))]
+)
+def test_rows_in_int8_need_other_weights_than_those_in_groups_of_16(
+    kind: Type, works: str, fails: tuple[str | None, ...], tmp_path: Path
+) -> None:
+    """`--weights` of the same kind keeps the groups of 16."""
+    checkpoint = wide_lfm(tmp_path / "original", superblocks=True)
+    convert(text_gguf(tmp_path / "m.gguf", checkpoint.model, kind), None, tmp_path / "back")
+    options = ServerOptions(model=str(tmp_path / "back"), activations="int8", device="cpu")
+    message = f"int8 would have no effect: .* groups of 16 inputs, not of a multiple of 32; with --weights {works} it"
+    for weights in fails:
+        with pytest.raises(ConfigError, match=message):
+            plan(replace(options, weights=weights))
+    plan(replace(options, weights=works))
+    back = Checkpoint(tmp_path / "back")
+    numbers = DecoderOptions(max_seqs=2, max_len=64, weights=works, activations="int8")
+    *_, last = products(DecoderRunner(back.config.decoder, numbers, back.decoder_weights()).model)
+    assert last.int8_rows
 
 
 @pytest.mark.parametrize(("kind", "form"), [(Type.Q4_1, "int8"), (Type.Q4_1, "int8-32"), (Type.Q8_0, "nvfp4")])
