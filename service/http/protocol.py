@@ -80,11 +80,15 @@ class LimitedProtocol(HttpToolsProtocol):
         """The answer has told the client that the connection ends with it."""
         self._linger_seconds = LINGER_SECONDS
         self._linger_timer: asyncio.TimerHandle | None = None
+        self._tls: socket.socket | None = None
+        """The socket, if the client uses TLS. A transport that was closed twice does not tell it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport, lambda: bool(self._unparsed))
         _drop_unread(transport, self.limits.stall_timeout)
+        if transport.get_extra_info("ssl_object") is not None:
+            self._tls = transport.get_extra_info("socket")
         if len(self.connections) > self.limits.http_max_connections:
             self._refuse(503, f"the server has reached its limit of {self.limits.http_max_connections} connections")
             return
@@ -199,7 +203,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._linger_timer is not None:
             self._linger_timer.cancel()
         stopping = self._linger_seconds == STOPPING_SECONDS
-        close = partial(_close_without_answer, self.transport) if stopping else self.transport.close
+        close = partial(_close_without_answer, self.transport, self._tls) if stopping else self.transport.close
         self._linger_timer = self.loop.call_later(self._linger_seconds, close)
 
     def shutdown(self) -> None:
@@ -210,7 +214,7 @@ class LimitedProtocol(HttpToolsProtocol):
         elif not self._last_answer:
             super().shutdown()
             if self.transport.is_closing():
-                _close_without_answer(self.transport)
+                _close_without_answer(self.transport, self._tls)
 
     def _check_head(self, size: int) -> None:
         """Refuses a head of too many bytes."""
@@ -258,13 +262,13 @@ def _drop_unread(transport: asyncio.Transport, seconds: float) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
-def _close_without_answer(transport: asyncio.Transport) -> None:
-    """Closes a connection; one with TLS ends once all is sent. asyncio waits 30 s for the client's `close_notify`,
-    which clients do not send that keep an idle connection."""
+def _close_without_answer(transport: asyncio.Transport, tls: socket.socket | None) -> None:
+    """Closes a connection. asyncio waits 30 s for the `close_notify` of clients with TLS, which they do not send while
+    they keep an idle connection. `tls`: the socket of such a client."""
     transport.close()
-    if transport.get_extra_info("ssl_object") is not None:
-        with contextlib.suppress(OSError):  # the client has closed it
-            transport.get_extra_info("socket").shutdown(socket.SHUT_RD)  # read as the client's end
+    if tls is not None:
+        with contextlib.suppress(OSError):  # it is not connected any more
+            tls.shutdown(socket.SHUT_RD)  # which asyncio reads as the client's end
 
 
 def _without_upgrade(parser: httptools.HttpRequestParser, url: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
